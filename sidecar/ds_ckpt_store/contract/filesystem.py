@@ -1,0 +1,291 @@
+"""The shared volume's filesystem behind one seam, so that it can be simulated and made to fail.
+
+What other containers wrote there is not trusted: files are opened beneath a root, component by
+component, without following a link, and only regular files are opened. What is written appears
+whole or not at all, and stays: temporary name, fsync, rename, fsync of the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ds_ckpt_store.contract import names
+from ds_ckpt_store.errors import ManifestError
+
+FILE_MODE = 0o664
+FOLDER_MODE = 0o2775
+
+
+@dataclass(frozen=True)
+class FileStat:
+    """What identifies one state of one file; times in nanoseconds, size in bytes."""
+
+    size: int
+    device: int
+    inode: int
+    mtime_ns: int
+    mode: int
+    uid: int
+    links: int
+
+    @property
+    def is_regular(self) -> bool:
+        """Neither link, folder, device nor pipe."""
+        return stat.S_ISREG(self.mode)
+
+    @property
+    def is_folder(self) -> bool:
+        """A real folder, not a link to one."""
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def identity(self) -> tuple[int, int, int, int]:
+        """(device, inode, size, mtime_ns): equal means, as far as can be told, unchanged."""
+        return (self.device, self.inode, self.size, self.mtime_ns)
+
+
+@dataclass(frozen=True)
+class Space:
+    """Bytes of a filesystem."""
+
+    total: int
+    free: int
+
+
+def _to_stat(result: os.stat_result) -> FileStat:
+    return FileStat(
+        result.st_size,
+        result.st_dev,
+        result.st_ino,
+        result.st_mtime_ns,
+        result.st_mode,
+        result.st_uid,
+        result.st_nlink,
+    )
+
+
+class Filesystem:
+    """The operating system's filesystem. Paths are absolute strings unless said otherwise.
+
+    Every method raises ``OSError`` as the system gave it; a caller turns it into a sentence.
+    """
+
+    # ---- reading
+
+    def open_beneath(self, root: str, relative: str) -> int:
+        """A descriptor to read a regular file under ``root``, following no link on the way.
+
+        Raises:
+            ManifestError: the path leaves the root, or names a link, device, pipe or folder.
+            OSError: as the system says (``ENOENT``, ``EACCES``, ...).
+        """
+        for component in relative.split("/"):
+            if component in ("", ".", ".."):
+                raise ManifestError(f"path {relative!r} is not normalized")
+        folders = relative.split("/")
+        leaf = folders.pop()
+        current = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for folder in folders:
+                following = self._open_at(
+                    current, folder, os.O_RDONLY | os.O_DIRECTORY, root, relative
+                )
+                os.close(current)
+                current = following
+            fd = self._open_at(current, leaf, os.O_RDONLY | os.O_NONBLOCK, root, relative)
+        finally:
+            os.close(current)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise ManifestError(f"{relative!r} under {root} is not a regular file")
+        return fd
+
+    @staticmethod
+    def _open_at(folder: int, name: str, flags: int, root: str, relative: str) -> int:
+        try:
+            return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO) or (
+                error.errno == errno.ENOTDIR
+                and stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+            ):
+                raise ManifestError(
+                    f"{relative!r} under {root}: {name!r} is a link or a device"
+                ) from None
+            raise
+
+    def fstat(self, fd: int) -> FileStat:
+        """State of an open file."""
+        return _to_stat(os.fstat(fd))
+
+    def stat(self, path: str) -> FileStat | None:
+        """State of a path without following a link at its end; None if there is nothing."""
+        try:
+            return _to_stat(os.lstat(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def read(self, path: str, limit: int) -> bytes:
+        """The whole of a small regular file.
+
+        Raises:
+            ManifestError: it is a link or no regular file, or larger than ``limit`` bytes.
+        """
+        root, _, leaf = path.rpartition("/")
+        fd = self.open_beneath(root or "/", leaf)
+        try:
+            size = os.fstat(fd).st_size
+            if size > limit:
+                raise ManifestError(f"{path} has {size} bytes: {limit} is the most")
+            chunks = bytearray()
+            while chunk := os.read(fd, min(1 << 20, limit + 1 - len(chunks))):
+                chunks += chunk
+                if len(chunks) > limit:
+                    raise ManifestError(f"{path} grew over {limit} bytes while it was read")
+            return bytes(chunks)
+        finally:
+            os.close(fd)
+
+    def names(self, path: str) -> list[str]:
+        """Names in a folder, sorted; empty if there is no such folder."""
+        try:
+            return sorted(os.listdir(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def walk(self, root: str) -> Iterator[tuple[str, FileStat]]:
+        """Every regular file below ``root``: (relative path, state), sorted; links are skipped."""
+        for name in self.names(root):
+            state = self.stat(f"{root}/{name}")
+            if state is None:
+                continue
+            if state.is_folder:
+                for path, inner in self.walk(f"{root}/{name}"):
+                    yield f"{name}/{path}", inner
+            elif state.is_regular:
+                yield name, state
+
+    def space(self, path: str) -> Space:
+        """Total and free bytes of the filesystem that holds ``path``."""
+        usage = shutil.disk_usage(path)
+        return Space(usage.total, usage.free)
+
+    # ---- writing
+
+    def make_folder(self, path: str) -> None:
+        """A folder and its parents, group-writable and set-gid, for both containers."""
+        if os.path.isdir(path):
+            return
+        self.make_folder(os.path.dirname(path))
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+            with contextlib.suppress(PermissionError):
+                os.chmod(path, FOLDER_MODE)
+
+    def write_atomic(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        """Replace a file whole: temporary name, fsync, rename, fsync of the folder.
+
+        Args:
+            path: the file; its folder must exist.
+            data: all of its bytes.
+            durable: False leaves out both fsyncs (for heartbeats, which are written again soon).
+        """
+        temporary = self._temporary(path, data, durable=durable)
+        os.replace(temporary, path)
+        if durable:
+            self.sync_folder(os.path.dirname(path))
+
+    def create_exclusive(self, path: str, data: bytes) -> bool:
+        """Create a file whole, unless there is one; False if there was."""
+        temporary = self._temporary(path, data, durable=True)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            return False
+        finally:
+            os.unlink(temporary)
+        self.sync_folder(os.path.dirname(path))
+        return True
+
+    @staticmethod
+    def _temporary(path: str, data: bytes, *, durable: bool) -> str:
+        folder, name = os.path.split(path)
+        temporary = f"{folder}/.{name[:200]}.{os.getpid()}.{os.urandom(4).hex()}.tmp"
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        try:
+            try:
+                os.fchmod(fd, FILE_MODE)
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view) :]
+                if durable:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError:
+            os.unlink(temporary)
+            raise
+        return temporary
+
+    def open_write(self, path: str) -> int:
+        """A descriptor to write ranges of a file of our own, created if absent, links refused."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(path, flags, FILE_MODE)
+
+    def link(self, source: str, target: str) -> None:
+        """A hard link, not following a link at the end of ``source``."""
+        os.link(source, target, follow_symlinks=False)
+
+    def rename(self, source: str, target: str) -> None:
+        """Rename within the filesystem, replacing a file at ``target``."""
+        os.rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        """Remove a name; it is no error if there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def remove_folder(self, path: str) -> bool:
+        """Remove an empty folder; False if it is not empty, or absent."""
+        try:
+            os.rmdir(path)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
+                return False
+            raise
+        return True
+
+    def remove_tree(self, path: str) -> None:
+        """Remove a folder of our own with all that is in it; links are removed, not followed."""
+        state = self.stat(path)
+        if state is None:
+            return
+        if not state.is_folder:
+            self.unlink(path)
+            return
+        for name in self.names(path):
+            self.remove_tree(f"{path}/{name}")
+        self.remove_folder(path)
+
+    def sync_folder(self, path: str) -> None:
+        """fsync a folder, so that names in it survive a power loss."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def is_inside(path: str) -> bool:
+    """Whether a relative path passes :func:`names.check_relative_path`."""
+    try:
+        names.check_relative_path(path)
+    except ManifestError:
+        return False
+    return True

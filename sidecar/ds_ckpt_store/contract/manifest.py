@@ -1,0 +1,314 @@
+"""Documents on the shared volume: what the hook hands over, and what the sidecar says back.
+
+Version 1. A reader takes its own version and the one before; a newer one raises
+:class:`~ds_ckpt_store.errors.UnknownSchemaError` and is kept. Everything here that comes from a
+volume is hostile input: sizes and counts are bounded before parsing, paths are checked, and
+nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ds_ckpt_store.contract import names
+from ds_ckpt_store.errors import ManifestError, TagError, UnknownSchemaError
+
+SCHEMA = 1
+MAX_DOCUMENT_BYTES = 32 << 20
+MAX_SHARDS = 100_000
+
+Crc = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
+Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
+Identifier = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Protection = Literal["hardlink", "reflink", "copy", "none"]
+SaveState = Literal[
+    "discovered",
+    "uploading",
+    "stored",
+    "committed",
+    "cleaned",
+    "superseded",
+    "abandoned",
+    "quarantined",
+    "failed",
+    "held",
+]
+
+
+class Document(BaseModel):
+    """Base of every JSON document of this project; unknown fields are kept out of the way."""
+
+    model_config = ConfigDict(populate_by_name=True, extra="ignore", frozen=True)
+
+    schema_version: int = Field(default=SCHEMA, alias="schema")
+
+    def to_bytes(self) -> bytes:
+        """Compact JSON, UTF-8."""
+        return self.model_dump_json(by_alias=True).encode()
+
+
+DocumentT = TypeVar("DocumentT", bound=Document)
+
+
+def parse(kind: type[DocumentT], data: bytes) -> DocumentT:
+    """Read one document.
+
+    Raises:
+        ManifestError: not JSON, too large, or a rule of ``kind`` is broken; says which.
+        UnknownSchemaError: written by a newer version.
+    """
+    name = kind.__name__
+    if len(data) > MAX_DOCUMENT_BYTES:
+        raise ManifestError(f"{name} of {len(data)} bytes: {MAX_DOCUMENT_BYTES} is the most")
+    try:
+        raw: Any = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{name} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ManifestError(f"{name} is not a JSON object")
+    version = raw.get("schema")
+    if not isinstance(version, int) or version < 1:
+        raise ManifestError(f"{name} has no schema version")
+    if version > SCHEMA:
+        raise UnknownSchemaError(
+            f"{name} has schema {version}, newer than {SCHEMA}, which this version reads: "
+            "upgrade this side; it is kept as it is"
+        )
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(item) for item in first["loc"])
+        raise ManifestError(f"{name}: {where or 'document'}: {first['msg']}") from None
+
+
+class Shard(BaseModel):
+    """One file of the checkpoint as the hook saw it.
+
+    ``path`` is relative to the tag's folder (for a companion: to save_dir). ``size`` in bytes;
+    ``mtime_ns`` in nanoseconds; ``rank`` is the global rank that wrote or hashed it.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    path: str
+    size: Natural
+    crc32c: Crc
+    device: Natural
+    inode: Natural
+    mtime_ns: int
+    rank: Natural
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _stays_inside(cls, path: str) -> str:
+        try:
+            return names.check_relative_path(path)
+        except ManifestError as error:
+            raise ValueError(str(error)) from None
+
+
+class SaveInfo(Document):
+    """What is known of a save as a whole; the same on every node."""
+
+    run_id: Identifier
+    attempt: Identifier
+    save_id: str
+    tag: str
+    time_ms: Natural
+    step: Natural | None = None
+    kind: Identifier = "checkpoint"
+    metrics: dict[Identifier, float | None] = Field(default_factory=dict, max_length=256)
+    pin: bool = False
+    parent: str | None = None
+    world_size: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
+    nodes: Annotated[list[str], Field(min_length=1, max_length=MAX_SHARDS)]
+
+    @field_validator("save_id")
+    @classmethod
+    def _is_save_id(cls, value: str) -> str:
+        if not names.is_save_id(value):
+            raise ValueError(f"{value!r} is not a save id")
+        return value
+
+    @field_validator("parent")
+    @classmethod
+    def _parent_is_save_id(cls, value: str | None) -> str | None:
+        if value is not None and not names.is_save_id(value):
+            raise ValueError(f"{value!r} is not a save id")
+        return value
+
+    @field_validator("tag")
+    @classmethod
+    def _is_tag(cls, value: str) -> str:
+        try:
+            return names.check_tag(value)
+        except TagError as error:
+            raise ValueError(str(error)) from None
+
+    @field_validator("nodes")
+    @classmethod
+    def _are_node_ids(cls, value: list[str]) -> list[str]:
+        if len(set(value)) != len(value) or not all(names.is_node_id(node) for node in value):
+            raise ValueError("nodes must be distinct node ids")
+        return sorted(value)
+
+    @field_validator("metrics")
+    @classmethod
+    def _finite(cls, value: dict[str, float | None]) -> dict[str, float | None]:
+        return {k: v if v is not None and math.isfinite(v) else None for k, v in value.items()}
+
+    @property
+    def folder(self) -> str:
+        """The store's folder for this save."""
+        return names.folder_of(self.tag, self.save_id)
+
+
+class NodeManifest(SaveInfo):
+    """What one node's hook wrote for one save: the hand-off to its sidecar.
+
+    Attributes:
+        node: id of this node; it may be missing in ``nodes`` when it uploads nothing itself.
+        root: save_dir relative to the volume, ``"."`` for the volume itself.
+        ranks: global ranks on this node, ascending.
+        protection: how the bytes under ``links/<save_id>/`` are kept from the trainer.
+        shards: files that this node uploads.
+        replicas: files that this node holds too, but another node uploads.
+        elsewhere: paths that only other nodes hold.
+        companions: small files beside the tag folder (global rank 0's node only).
+        destination: where the trainer asked to upload to, or None for the sidecar's own setting.
+    """
+
+    node: str
+    root: str = "."
+    ranks: Annotated[list[Natural], Field(max_length=MAX_SHARDS)] = []
+    protection: Protection = "hardlink"
+    shards: Annotated[list[Shard], Field(max_length=MAX_SHARDS)]
+    replicas: Annotated[list[Shard], Field(max_length=MAX_SHARDS)] = []
+    elsewhere: Annotated[list[str], Field(max_length=10 * MAX_SHARDS)] = []
+    companions: Annotated[list[Shard], Field(max_length=256)] = []
+    destination: str | None = None
+    hook_version: str = "unknown"
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> NodeManifest:
+        if not names.is_node_id(self.node):
+            raise ValueError(f"{self.node!r} is not a node id")
+        if self.root != ".":
+            names.check_relative_path(self.root)
+        for what, entries in (("shard", [*self.shards, *self.replicas]), ("file", self.companions)):
+            seen: set[str] = set()
+            for entry in entries:
+                if entry.path in seen:
+                    raise ValueError(f"{what} {entry.path!r} is listed twice")
+                seen.add(entry.path)
+        if any("/" in entry.path for entry in self.companions):
+            raise ValueError("a companion lies beside the tag folder, not deeper")
+        if (self.node in self.nodes) != bool(self.shards):
+            raise ValueError("the list of nodes must name exactly those that upload a shard")
+        return self
+
+    @property
+    def file_name(self) -> str:
+        """Its name in ``outbox/``."""
+        return f"{self.save_id}.{self.node}.json"
+
+
+class NodeIdentity(Document):
+    """``node.json``: the id of one shared volume, made once."""
+
+    node: str
+
+    @field_validator("node")
+    @classmethod
+    def _is_node_id(cls, value: str) -> str:
+        if not names.is_node_id(value):
+            raise ValueError(f"{value!r} is not a node id")
+        return value
+
+
+class TrainerStatus(Document):
+    """``status/trainer.json``: trainer to sidecar.
+
+    ``time`` is seconds since the epoch by the trainer's clock; ``nodes`` are the ids of all nodes
+    of the attempt.
+    """
+
+    run_id: Identifier
+    attempt: Identifier
+    time: float
+    step: int | None = None
+    finished: bool = False
+    nodes: list[str] = []
+    resumed_from: str | None = None
+    error: str | None = None
+    skipped_saves: int = 0
+    held_seconds: float = 0.0
+
+
+class SaveStatus(Document):
+    """``status/<save_id>.json``: sidecar to trainer, where one save stands."""
+
+    save_id: str
+    tag: str = ""
+    state: SaveState
+    reason: str = ""
+    time: float
+    bytes_total: int = 0
+    bytes_done: int = 0
+    folder: str = ""
+    waiting_for: list[str] = []
+
+
+class SidecarStatus(Document):
+    """``status/sidecar.json``: sidecar to trainer; heartbeat, backlog, space, last error."""
+
+    time: float
+    pid: int
+    version: str
+    run_id: str = ""
+    node: str = ""
+    destination: str = ""
+    state: Literal["starting", "standby", "running", "draining", "stopped", "refused"]
+    backlog_saves: int = 0
+    backlog_bytes: int = 0
+    free_bytes: int = 0
+    total_bytes: int = 0
+    newest_committed_ms: int = 0
+    newest_committed_tag: str = ""
+    newest_committed_save: str = ""
+    epoch: int = 0
+    last_error: str = ""
+    last_error_time: float = 0.0
+
+
+class RestoredFile(BaseModel):
+    """One restored file: ``path`` relative to the volume, and what it was when it was verified."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    path: str
+    size: Natural
+    crc32c: Crc
+    device: Natural
+    inode: Natural
+    mtime_ns: int
+
+
+class Restored(Document):
+    """``restored.json``: which record this volume was restored from."""
+
+    source: str
+    run_id: str
+    save_id: str
+    tag: str
+    time_ms: Natural
+    epoch: int
+    step: int | None = None
+    world_size: int = 1
+    files: list[RestoredFile] = []

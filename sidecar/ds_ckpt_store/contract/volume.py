@@ -1,0 +1,165 @@
+"""Layout of the shared volume: who writes what, where.
+
+::
+
+    <volume>/.ds_ckpt/
+        node.json                      this volume's node id; made once, exclusively
+        pieces/<save_id>/<rank>.json   hook: what each rank contributes
+        outbox/<save_id>.<node>.json   hook: completed node manifests, and nothing else
+        links/<save_id>/...            hook: hard links to the shards of that save
+        status/<save_id>.json          sidecar: where that save stands
+        status/sidecar.json            sidecar: heartbeat
+        status/trainer.json            hook: attempt, step, heartbeat, finished or not
+        restored.json                  restore: which record this volume came from
+        restoring/<save_id>/...        restore: shards on their way in
+        aside/<save_id or time>/...    resume, restore: what must not be loaded, kept
+        trash/<save_id>/...            sidecar: shards renamed before they are compared and unlinked
+        journal.db, agent.lock         sidecar
+
+Nothing but this module builds such a path.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+
+from ds_ckpt_store.contract import names
+from ds_ckpt_store.contract.filesystem import Filesystem
+from ds_ckpt_store.contract.manifest import (
+    MAX_DOCUMENT_BYTES,
+    DocumentT,
+    NodeIdentity,
+    NodeManifest,
+    Restored,
+    SaveStatus,
+    SidecarStatus,
+    TrainerStatus,
+    parse,
+)
+from ds_ckpt_store.errors import ManifestError, SettingsError
+
+
+class Volume:
+    """One shared volume.
+
+    Args:
+        path: the folder that the pod's containers share (DeepSpeed's save_dir, or above it).
+        fs: the filesystem to use.
+    """
+
+    def __init__(self, path: str, fs: Filesystem | None = None) -> None:
+        self.path = os.path.abspath(path)
+        self.fs = fs or Filesystem()
+        self.own = f"{self.path}/{names.VOLUME_DIR}"
+        self.outbox = f"{self.own}/outbox"
+        self.pieces = f"{self.own}/pieces"
+        self.links = f"{self.own}/links"
+        self.status = f"{self.own}/status"
+        self.restoring = f"{self.own}/restoring"
+        self.aside = f"{self.own}/aside"
+        self.trash = f"{self.own}/trash"
+        self.journal = f"{self.own}/journal.db"
+        self.lock = f"{self.own}/agent.lock"
+        self.restored = f"{self.own}/restored.json"
+
+    def prepare(self) -> None:
+        """Make the folders of the layout.
+
+        Raises:
+            SettingsError: the volume itself does not exist.
+            OSError: a folder cannot be made.
+        """
+        state = self.fs.stat(self.path)
+        if state is None and not os.path.isdir(self.path):
+            raise SettingsError(f"the volume {self.path} does not exist: mount it, or make it")
+        for folder in (self.outbox, self.pieces, self.links, self.status):
+            self.fs.make_folder(folder)
+
+    def node_id(self) -> str:
+        """This volume's node id; whoever comes first makes it."""
+        path = f"{self.own}/node.json"
+        while True:
+            found = self.read(path, NodeIdentity)
+            if found is not None:
+                return found.node
+            self.fs.make_folder(self.own)
+            self.fs.create_exclusive(path, NodeIdentity(node=uuid.uuid4().hex).to_bytes())
+
+    def read(self, path: str, kind: type[DocumentT]) -> DocumentT | None:
+        """One document, or None if there is none.
+
+        Raises:
+            ManifestError: it breaks a rule of ``kind``.
+            UnknownSchemaError: it is newer than this version.
+        """
+        try:
+            return parse(kind, self.fs.read(path, MAX_DOCUMENT_BYTES))
+        except FileNotFoundError:
+            return None
+
+    # ---- hand-off
+
+    def publish(self, manifest: NodeManifest) -> None:
+        """Make a completed node manifest appear in the outbox, whole and durable."""
+        self.fs.make_folder(self.outbox)
+        self.fs.write_atomic(f"{self.outbox}/{manifest.file_name}", manifest.to_bytes())
+
+    def manifests(self) -> list[str]:
+        """Names of the files in the outbox, sorted (so by save time); temporary ones left out."""
+        return [name for name in self.fs.names(self.outbox) if not name.startswith(".")]
+
+    def manifest(self, name: str) -> NodeManifest:
+        """One node manifest from the outbox.
+
+        Raises:
+            ManifestError: not a manifest, or not the one that its name says.
+            UnknownSchemaError: newer than this version.
+            FileNotFoundError: it is gone.
+        """
+        manifest = parse(NodeManifest, self.fs.read(f"{self.outbox}/{name}", MAX_DOCUMENT_BYTES))
+        if manifest.file_name != name:
+            raise ManifestError(f"{name} holds the manifest of {manifest.file_name}")
+        return manifest
+
+    def link_folder(self, save_id: str) -> str:
+        """Where the hard links of one save lie."""
+        return f"{self.links}/{save_id}"
+
+    def tag_folder(self, manifest: NodeManifest) -> str:
+        """The trainer's own folder of a save, relative to the volume."""
+        return manifest.tag if manifest.root == "." else f"{manifest.root}/{manifest.tag}"
+
+    # ---- status
+
+    def save_status(self, save_id: str) -> SaveStatus | None:
+        """What the sidecar last said of one save."""
+        return self.read(f"{self.status}/{save_id}.json", SaveStatus)
+
+    def write_save_status(self, status: SaveStatus) -> None:
+        """Say where a save stands."""
+        self.fs.write_atomic(
+            f"{self.status}/{status.save_id}.json", status.to_bytes(), durable=False
+        )
+
+    def sidecar_status(self) -> SidecarStatus | None:
+        """The sidecar's heartbeat."""
+        return self.read(f"{self.status}/sidecar.json", SidecarStatus)
+
+    def write_sidecar_status(self, status: SidecarStatus) -> None:
+        """The sidecar's heartbeat."""
+        self.fs.write_atomic(f"{self.status}/sidecar.json", status.to_bytes(), durable=False)
+
+    def trainer_status(self) -> TrainerStatus | None:
+        """The trainer's heartbeat."""
+        return self.read(f"{self.status}/trainer.json", TrainerStatus)
+
+    def write_trainer_status(self, status: TrainerStatus) -> None:
+        """The trainer's heartbeat; durable once it says finished."""
+        self.fs.write_atomic(
+            f"{self.status}/trainer.json", status.to_bytes(), durable=status.finished
+        )
+
+    def restored_from(self) -> Restored | None:
+        """Which record this volume was restored from."""
+        return self.read(self.restored, Restored)

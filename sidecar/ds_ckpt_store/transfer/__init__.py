@@ -1,0 +1,1 @@
+"""The data path: part plan, parallel upload and download under one budget."""
