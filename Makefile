@@ -1,0 +1,74 @@
+# Everything a clone needs: `make` lists it. Works with Python 3.10 or newer, pip, gcc and make.
+#
+# PYTHON   the interpreter that the virtual environment is made from
+# STORE    demo: file or s3          ZERO   demo: 0, 1, 2 or 3
+# ARGS     further arguments for pytest, the demo or a benchmark
+# PIP_ARGS further arguments for `pip install` of torch, for instance an index with CPU wheels
+
+PYTHON ?= python3
+STORE ?= file
+ZERO ?= 2
+ARGS ?=
+PIP_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
+# The versions stand in pyproject.toml and nowhere else.
+TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+DEEPSPEED = $(shell sed -n 's/^ *"\(deepspeed[^"]*\)".*/\1/p' pyproject.toml)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test lint format demo bench clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+
+venv: $(STAMP) ## the virtual environment in .venv, with all that the other targets need
+
+# torch comes first, and alone: deepspeed's build looks for it. DS_BUILD_OPS=0 leaves deepspeed's
+# C++ parts to be compiled when they are used, which on a CPU they are not. What deepspeed's build
+# needs is installed before it, since --no-build-isolation keeps it from fetching a second torch.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+		|| { echo "$(PYTHON) is older than 3.10: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+		|| { echo "$(PYTHON) cannot make virtual environments: install python3-venv (Debian," \
+		"Ubuntu) or python3-pip (Fedora), or choose another: make PYTHON=..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): torch"
+	@$(PIP) $(PIP_ARGS) "$(TORCH)"
+	@echo "installing into $(VENV): deepspeed"
+	@$(PIP) "setuptools>=77" wheel ninja py-cpuinfo numpy packaging
+	@DS_BUILD_OPS=0 $(PIP) --no-build-isolation "$(DEEPSPEED)"
+	@echo "installing into $(VENV): this project, with tests and linters"
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+test: $(STAMP) ## the tests; ARGS="-k restore -x" picks some
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## ruff, mypy --strict and the walls between the packages
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## rewrite the code as ruff wants it
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+demo: $(STAMP) ## train, lose everything, restore, resume; STORE=file|s3 ZERO=0|1|2|3
+	$(BIN)/ds-ckpt demo --store $(STORE) --zero-stage $(ZERO) $(ARGS)
+
+bench: $(STAMP) ## the benchmarks in bench/, each beside what one would use instead
+	@for file in bench/bench_*.py; do \
+		echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; \
+	done
+
+clean: ## remove the virtual environment, caches and build results
+	rm -rf $(VENV) build dist ./*.egg-info .demo .coverage
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
