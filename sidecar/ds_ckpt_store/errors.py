@@ -25,7 +25,8 @@
     |-- WeakStoreError             the store lacks what the protocol needs
     |-- DamagedError               a committed checkpoint does not match its record
     |-- NothingCommittedError      there is no committed checkpoint to take
-    `-- PausedError                work was asked to stop and can be continued
+    |-- PausedError                work was asked to stop and can be continued
+    `-- DemoError                  the demo did not show what it should
 
 An error says what was being done, to what, what was answered, and what happens next or what to
 do. Whoever catches one decides by class, never by text.
@@ -158,3 +159,7 @@ class NothingCommittedError(CkptError):
 
 class PausedError(CkptError):
     """Work was asked to stop; what is done is kept, and a later call continues."""
+
+
+class DemoError(CkptError):
+    """The demo did not show what it should: a process of it failed, or nothing was loaded."""
