@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import shutil
 import stat
@@ -237,6 +238,20 @@ class Filesystem:
         """A descriptor to write ranges of a file of our own, created if absent, links refused."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(path, flags, FILE_MODE)
+
+    def try_lock(self, path: str) -> int | None:
+        """Lock a file of our own for as long as the returned descriptor is open.
+
+        None if another process, or another descriptor of this one, holds it. The lock goes with
+        its process, however that ends.
+        """
+        fd = self.open_write(path)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
 
     def link(self, source: str, target: str) -> None:
         """A hard link, not following a link at the end of ``source``."""

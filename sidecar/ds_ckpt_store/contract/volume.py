@@ -14,6 +14,7 @@
         restoring/<save_id>/...        restore: shards on their way in
         aside/<save_id or time>/...    resume, restore: what must not be loaded, kept
         trash/<save_id>/...            sidecar: shards renamed before they are compared and unlinked
+        restore.lock                   restore: one at a time
         journal.db, agent.lock         sidecar
 
 Nothing but this module builds such a path.
@@ -61,6 +62,7 @@ class Volume:
         self.trash = f"{self.own}/trash"
         self.journal = f"{self.own}/journal.db"
         self.lock = f"{self.own}/agent.lock"
+        self.restore_lock = f"{self.own}/restore.lock"
         self.restored = f"{self.own}/restored.json"
 
     def prepare(self) -> None:

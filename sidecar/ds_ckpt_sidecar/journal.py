@@ -1,0 +1,222 @@
+"""The sidecar's memory, in SQLite: which state each save is in, and which parts are stored.
+
+A cache, not a truth: everything in it is checked against the store before it is believed, and
+losing it costs repeated work and nothing else. So a journal that is damaged is moved aside and
+begun anew, and one that cannot be written (no byte free) goes on in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import get_args
+
+from ds_ckpt_store.contract.manifest import SaveState
+from ds_ckpt_store.stores.port import Part, Upload
+
+SCHEMA = 1
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS saves (
+    save_id TEXT PRIMARY KEY, state TEXT NOT NULL, reason TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS uploads (
+    save_id TEXT, key TEXT, token TEXT NOT NULL, part_size INTEGER NOT NULL,
+    PRIMARY KEY (save_id, key));
+CREATE TABLE IF NOT EXISTS parts (
+    save_id TEXT, key TEXT, number INTEGER, size INTEGER NOT NULL, crc32c INTEGER NOT NULL,
+    token TEXT NOT NULL, PRIMARY KEY (save_id, key, number));
+CREATE TABLE IF NOT EXISTS stored (
+    save_id TEXT, key TEXT, version TEXT NOT NULL, PRIMARY KEY (save_id, key));
+"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the journal remembers of one save."""
+
+    state: SaveState
+    reason: str
+
+
+class Journal:
+    """The memory of one sidecar. Used from one thread.
+
+    Args:
+        path: the database file, or ``:memory:``.
+        warn: called with a sentence when the journal had to be begun anew or goes on in memory.
+    """
+
+    def __init__(self, path: str, warn: Callable[[str], None] = lambda _: None) -> None:
+        self._path = path
+        self._warn = warn
+        self._db = self._open()
+
+    @property
+    def durable(self) -> bool:
+        """False once it goes on in memory."""
+        return self._path != ":memory:"
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return self._connect(self._path)
+        except sqlite3.OperationalError as error:
+            return self._in_memory(error)
+        except sqlite3.DatabaseError as error:
+            aside = f"{self._path}.damaged"
+            self._warn(
+                f"the journal {self._path} is damaged ({error}); moved to {aside} and begun anew: "
+                "uploads are compared with the store again, nothing is lost"
+            )
+        try:
+            for ending in ("-wal", "-shm"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self._path + ending)
+            os.replace(self._path, aside)
+            return self._connect(self._path)
+        except (OSError, sqlite3.Error) as error:
+            return self._in_memory(error)
+
+    @staticmethod
+    def _connect(path: str) -> sqlite3.Connection:
+        db = sqlite3.connect(path, isolation_level=None)
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=NORMAL")
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            if version > SCHEMA:
+                raise sqlite3.DatabaseError(f"schema {version} is newer than {SCHEMA}")
+            db.executescript(_TABLES)
+            db.execute(f"PRAGMA user_version={SCHEMA}")
+        except sqlite3.Error:
+            db.close()
+            raise
+        return db
+
+    def _in_memory(self, error: Exception) -> sqlite3.Connection:
+        self._warn(
+            f"the journal {self._path} cannot be written ({error}); going on in memory: after a "
+            "restart, uploads that are under way begin anew; make room on the volume"
+        )
+        self._path = ":memory:"
+        return self._connect(":memory:")
+
+    def _write(self, statement: str, *values: object) -> None:
+        try:
+            self._db.execute(statement, values)
+        except sqlite3.Error as error:
+            if not self.durable:
+                raise
+            before = self._db
+            self._db = self._in_memory(error)
+            with contextlib.suppress(sqlite3.Error):
+                before.backup(self._db)
+            before.close()
+            self._db.execute(statement, values)
+
+    def close(self) -> None:
+        """Close the database."""
+        self._db.close()
+
+    # ---- saves
+
+    def entry(self, save_id: str) -> Entry | None:
+        """What is remembered of one save."""
+        row = self._db.execute(
+            "SELECT state, reason FROM saves WHERE save_id = ?", (save_id,)
+        ).fetchone()
+        if row is None or row[0] not in get_args(SaveState):
+            return None
+        return Entry(row[0], row[1])
+
+    def set_state(self, save_id: str, state: SaveState, reason: str = "") -> None:
+        """Remember the state of a save."""
+        self._write("INSERT OR REPLACE INTO saves VALUES (?, ?, ?)", save_id, state, reason)
+
+    def forget_work(self, save_id: str) -> None:
+        """Forget uploads, parts and stored objects of a save that is decided."""
+        for table in ("uploads", "parts", "stored"):
+            self._write(f"DELETE FROM {table} WHERE save_id = ?", save_id)  # noqa: S608
+
+    def forget(self, save_id: str) -> None:
+        """Forget a save altogether."""
+        self.forget_work(save_id)
+        self._write("DELETE FROM saves WHERE save_id = ?", save_id)
+
+    def save_ids(self) -> list[str]:
+        """Every save that is remembered."""
+        return [row[0] for row in self._db.execute("SELECT save_id FROM saves ORDER BY save_id")]
+
+    def uploads(self, save_id: str) -> list[Upload]:
+        """Unfinished uploads of a save."""
+        rows = self._db.execute("SELECT key, token FROM uploads WHERE save_id = ?", (save_id,))
+        return [Upload(key, token) for key, token in rows]
+
+    def log(self, save_id: str) -> JournalLog:
+        """The part of the journal that an upload of one save reads and writes."""
+        return JournalLog(self, save_id)
+
+
+class JournalLog:
+    """The upload log of one save (:class:`ds_ckpt_store.transfer.upload.UploadLog`)."""
+
+    def __init__(self, journal: Journal, save_id: str) -> None:
+        self._journal = journal
+        self._save_id = save_id
+
+    def _rows(self, statement: str, key: str) -> list[tuple[object, ...]]:
+        return list(self._journal._db.execute(statement, (self._save_id, key)))
+
+    def upload(self, key: str) -> tuple[Upload, int] | None:
+        """The unfinished upload of a key and its part size in bytes."""
+        rows = self._rows("SELECT token, part_size FROM uploads WHERE save_id=? AND key=?", key)
+        return (Upload(key, str(rows[0][0])), int(str(rows[0][1]))) if rows else None
+
+    def begin(self, key: str, upload: Upload, part_size: int) -> None:
+        """Remember a new upload; forgets parts of an earlier one."""
+        self.forget(key)
+        self._journal._write(
+            "INSERT INTO uploads VALUES (?, ?, ?, ?)", self._save_id, key, upload.token, part_size
+        )
+
+    def parts(self, key: str) -> list[Part]:
+        """Parts that were stored, by number."""
+        rows = self._journal._db.execute(
+            "SELECT number, size, crc32c, token FROM parts WHERE save_id=? AND key=? "
+            "ORDER BY number",
+            (self._save_id, key),
+        )
+        return [Part(*row) for row in rows]
+
+    def add_part(self, key: str, part: Part) -> None:
+        """Remember a stored part."""
+        self._journal._write(
+            "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?)",
+            self._save_id,
+            key,
+            part.number,
+            part.size,
+            part.crc32c,
+            part.token,
+        )
+
+    def forget(self, key: str) -> None:
+        """Forget the upload of a key, its parts, and that it was stored."""
+        for table in ("uploads", "parts", "stored"):
+            self._journal._write(
+                f"DELETE FROM {table} WHERE save_id=? AND key=?",  # noqa: S608
+                self._save_id,
+                key,
+            )
+
+    def stored(self, key: str) -> str | None:
+        """Version of the object that was verified, or None."""
+        rows = self._rows("SELECT version FROM stored WHERE save_id=? AND key=?", key)
+        return str(rows[0][0]) if rows else None
+
+    def add_stored(self, key: str, version: str) -> None:
+        """Remember a verified object; its upload is over."""
+        self.forget(key)
+        self._journal._write("INSERT INTO stored VALUES (?, ?, ?)", self._save_id, key, version)

@@ -1,0 +1,575 @@
+"""The remote layout of one prefix, and the decisions that are taken in it.
+
+::
+
+    latest                              pointer: the folder of the newest committed checkpoint
+    <folder>/<shard path>               folder = <encoded tag>@<save_id>
+    <folder>/.companions/<name>         small files that belong beside the tag folder
+    .ds_ckpt/owner.json                 lease
+    .ds_ckpt/saves/<save_id>.json       intent
+    .ds_ckpt/receipts/<save_id>/<node>.json
+    .ds_ckpt/checkpoints/<save_id>.json record: the one decision on that save
+    .ds_ckpt/holds/<id>.json            a restore in progress
+    .ds_ckpt/clock/<id>                 written to learn the store's own time
+
+Nothing else knows a key under ``.ds_ckpt/``. A decision is one conditional write. After a write
+whose answer was lost, or that lost its condition, the object is read and the decision taken
+anew; nothing is cleaned up on a guess. Mutable documents carry a fresh nonce in each version, so
+that a version token never returns; ``latest`` only moves forward, which gives the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from ds_ckpt_store.contract import names
+from ds_ckpt_store.contract.clock import fresh_token
+from ds_ckpt_store.contract.manifest import (
+    MAX_SHARDS,
+    Crc,
+    Document,
+    Identifier,
+    Natural,
+    NodeManifest,
+    SaveInfo,
+    parse,
+)
+from ds_ckpt_store.errors import (
+    AmbiguousError,
+    DamagedError,
+    ManifestError,
+    NotFoundError,
+    NothingCommittedError,
+    OwnershipError,
+    PreconditionError,
+    TagError,
+)
+from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, ObjectInfo, Store
+
+LATEST = "latest"
+_OWN = names.VOLUME_DIR
+_OWNER = f"{_OWN}/owner.json"
+_SAVES = f"{_OWN}/saves/"
+_RECEIPTS = f"{_OWN}/receipts/"
+_RECORDS = f"{_OWN}/checkpoints/"
+_HOLDS = f"{_OWN}/holds/"
+_CLOCK = f"{_OWN}/clock/"
+_REMEMBERED_ATTEMPTS = 1000
+STALE_AFTER = 600.0
+HOLD_SECONDS = 3600
+
+RecordState = Literal["committed", "abandoned", "deleted"]
+
+
+class StoredFile(BaseModel):
+    """One object of a checkpoint.
+
+    Attributes:
+        path: relative to the folder; for a companion its bare name.
+        node: id of the node that uploaded it.
+        rank: global rank that wrote it.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    path: str
+    size: Natural
+    crc32c: Crc
+    node: str
+    rank: Natural = 0
+    sha256: str | None = None
+
+    @field_validator("path")
+    @classmethod
+    def _stays_inside(cls, path: str) -> str:
+        try:
+            return names.check_relative_path(path)
+        except ManifestError as error:
+            raise ValueError(str(error)) from None
+
+
+Files = Annotated[list[StoredFile], Field(max_length=10 * MAX_SHARDS)]
+
+
+class Owner(Document):
+    """The lease on a prefix.
+
+    Attributes:
+        epoch: of the newest attempt; grows with every attempt and every takeover.
+        attempts: epoch of each attempt of this run that was seen.
+        unfinished: nodes of the newest attempt that have not said that they are finished.
+    """
+
+    run_id: Identifier
+    attempt: Identifier
+    epoch: int
+    attempts: dict[str, int]
+    unfinished: list[str]
+    nonce: str
+
+
+class Intent(SaveInfo):
+    """``saves/<save_id>.json``: what is going to be stored, before the first byte is."""
+
+    epoch: int
+
+
+class Receipt(Document):
+    """What one node's sidecar has stored and verified for one save."""
+
+    save_id: str
+    node: str
+    files: Files
+    companions: Files = []
+    proof: str
+
+
+class Record(SaveInfo):
+    """The decision on one save, and all that is needed to verify and restore it."""
+
+    state: RecordState
+    epoch: int
+    files: Files = []
+    companions: Files = []
+    reason: str = ""
+    purged: bool = False
+    nonce: str = ""
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """Newest last: (epoch, save time, save id); never the text of a tag."""
+        return (self.epoch, self.time_ms, self.save_id)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all shards and companions."""
+        return sum(entry.size for entry in (*self.files, *self.companions))
+
+    def objects(self) -> list[tuple[str, StoredFile]]:
+        """Every object of the checkpoint as (key, file)."""
+        folder = self.folder
+        return [(f"{folder}/{entry.path}", entry) for entry in self.files] + [
+            (f"{folder}/{names.COMPANIONS_DIR}/{entry.path}", entry) for entry in self.companions
+        ]
+
+
+class Hold(Document):
+    """A restore in progress; keeps one record from retention, ``seconds`` after each write."""
+
+    save_id: str
+    seconds: int
+    nonce: str
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What :meth:`Catalog.own` found: our epoch, and whether a newer attempt has taken over."""
+
+    epoch: int
+    newest: bool
+    store_time: float
+    took_over: str = ""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What :meth:`Catalog.commit` found: the record, or what is still missing."""
+
+    record: Record | None
+    missing_nodes: tuple[str, ...] = ()
+    missing_objects: tuple[str, ...] = ()
+
+
+DocumentT = TypeVar("DocumentT", bound=Document)
+
+
+class Catalog:
+    """The documents of one prefix.
+
+    Args:
+        store: a store that honours conditional creates and swaps (see ``stores.probe.fit``).
+        rng: source of nonces.
+
+    Attributes:
+        damaged: keys of records that :meth:`records` could not read, with the reason.
+    """
+
+    def __init__(self, store: Store, rng: random.Random) -> None:
+        self.store = store
+        self._rng = rng
+        self._cache: dict[str, tuple[str, Record]] = {}
+        self.damaged: dict[str, str] = {}
+
+    # ---- lease
+
+    def own(
+        self,
+        run_id: str,
+        attempt: str,
+        node: str,
+        *,
+        nodes: Collection[str] = (),
+        finished: bool = False,
+        stale_after: float = STALE_AFTER,
+    ) -> Lease:
+        """Take or renew the lease for one attempt of a run.
+
+        Args:
+            run_id: the run.
+            attempt: the attempt that this node works for.
+            node: this node's id.
+            nodes: all nodes of the attempt, as far as known.
+            finished: this node's trainer is finished and all its saves are decided.
+            stale_after: seconds, by the store's clock, after which another run's lease is dead.
+
+        Raises:
+            OwnershipError: another run holds a live lease; nothing was touched.
+        """
+        while True:
+            current = self._read(_OWNER, Owner)
+            if current is None:
+                epoch = 1 + max((record.epoch for record in self.records()), default=0)
+                owner = self._owner(run_id, attempt, epoch, {}, set(nodes) | {node}, node, finished)
+                if (info := self._write(_OWNER, owner, IfAbsent())) is not None:
+                    return Lease(epoch, True, info.modified or self.store_time(node))
+                continue
+            owner_now, info = current
+            took_over = ""
+            if owner_now.run_id != run_id:
+                now = self.store_time(node)
+                age = now - info.modified
+                if owner_now.unfinished and age <= stale_after:
+                    raise OwnershipError(
+                        f"{self.store.url} belongs to run {owner_now.run_id!r}, whose sidecar was "
+                        f"there {age:.0f} s ago: this is run {run_id!r}; use another prefix, or "
+                        f"wait until that run has finished or has been silent for "
+                        f"{stale_after:.0f} s"
+                    )
+                took_over = owner_now.run_id
+                epoch, attempts, unfinished = owner_now.epoch + 1, {}, set(nodes) | {node}
+            elif attempt in owner_now.attempts:
+                epoch = owner_now.attempts[attempt]
+                if epoch != owner_now.epoch:
+                    return Lease(epoch, False, self.store_time(node))
+                attempts = owner_now.attempts
+                unfinished = set(owner_now.unfinished) | {node}
+            else:
+                epoch, attempts = owner_now.epoch + 1, owner_now.attempts
+                unfinished = set(nodes) | {node}
+            owner = self._owner(run_id, attempt, epoch, attempts, unfinished, node, finished)
+            written = self._write(_OWNER, owner, IfVersion(info.version))
+            if written is not None:
+                return Lease(epoch, True, written.modified or self.store_time(node), took_over)
+
+    def _owner(
+        self,
+        run_id: str,
+        attempt: str,
+        epoch: int,
+        attempts: dict[str, int],
+        unfinished: set[str],
+        node: str,
+        finished: bool,
+    ) -> Owner:
+        known = sorted({**attempts, attempt: epoch}.items(), key=lambda item: item[1])
+        return Owner(
+            run_id=run_id,
+            attempt=attempt,
+            epoch=epoch,
+            attempts=dict(known[-_REMEMBERED_ATTEMPTS:]),
+            unfinished=sorted(unfinished - {node} if finished else unfinished),
+            nonce=fresh_token(self._rng),
+        )
+
+    def owner(self) -> Owner | None:
+        """The lease as it stands, or None."""
+        found = self._read(_OWNER, Owner)
+        return found[0] if found else None
+
+    def store_time(self, name: str) -> float:
+        """Seconds since the epoch by the store's own clock, from an object written just now."""
+        key = f"{_CLOCK}{name}"
+        info = self.store.put(key, BytesSource(fresh_token(self._rng).encode()))
+        return info.modified or self.store.head(key).modified
+
+    # ---- one save
+
+    def intend(self, manifest: NodeManifest, epoch: int) -> Intent:
+        """Create the intent if there is none; what is read back counts."""
+        key = f"{_SAVES}{manifest.save_id}.json"
+        fields = manifest.model_dump(include=set(SaveInfo.model_fields))
+        intent = Intent(**fields, epoch=epoch)
+        while True:
+            found = self._read(key, Intent)
+            if found is not None:
+                return found[0]
+            if self._write(key, intent, IfAbsent()) is not None:
+                return intent
+
+    def intents(self) -> list[Intent]:
+        """Every intent, oldest first."""
+        return [found[0] for key in self._keys(_SAVES) if (found := self._read(key, Intent))]
+
+    def put_receipt(self, receipt: Receipt) -> None:
+        """Say what this node has stored; the same bytes however often it is said."""
+        key = f"{_RECEIPTS}{receipt.save_id}/{receipt.node}.json"
+        self.store.put(key, BytesSource(receipt.to_bytes()))
+
+    def receipt_nodes(self, save_id: str) -> set[str]:
+        """Ids of the nodes whose receipt is there."""
+        prefix = f"{_RECEIPTS}{save_id}/"
+        return {key[len(prefix) : -len(".json")] for key in self._keys(prefix)}
+
+    def commit(self, intent: Intent) -> Commit:
+        """Decide a save as committed if its receipts are complete and its objects are there.
+
+        Returns:
+            The record, whoever made it and whatever it says; or what is missing.
+        """
+        found = self.record(intent.save_id)
+        if found is not None:
+            return Commit(found)
+        there = self.receipt_nodes(intent.save_id)
+        missing = tuple(node for node in intent.nodes if node not in there)
+        if missing:
+            return Commit(None, missing_nodes=missing)
+        receipts = [
+            self._need(f"{_RECEIPTS}{intent.save_id}/{node}.json", Receipt) for node in intent.nodes
+        ]
+        fields = intent.model_dump(include={*SaveInfo.model_fields, "epoch"})
+        record = Record(
+            **fields,
+            state="committed",
+            files=sorted((f for r in receipts for f in r.files), key=lambda f: f.path),
+            companions=sorted((f for r in receipts for f in r.companions), key=lambda f: f.path),
+            nonce=fresh_token(self._rng),
+        )
+        sizes = {info.key: info.size for info in self.store.list(f"{record.folder}/")}
+        objects = record.objects()
+        if len({key for key, _ in objects}) != len(objects):
+            raise DamagedError(
+                f"{record.folder}: two nodes' receipts name the same path; the save cannot be "
+                "committed and its local copies are kept"
+            )
+        wrong = tuple(key for key, entry in objects if sizes.get(key) != entry.size)
+        if wrong:
+            return Commit(None, missing_objects=wrong)
+        return Commit(self._decide(record))
+
+    def abandon(self, intent: Intent, reason: str) -> Record:
+        """Decide that a save is over, unless it can be, or was, committed."""
+        done = self.commit(intent)
+        if done.record is not None:
+            return done.record
+        fields = intent.model_dump(include={*SaveInfo.model_fields, "epoch"})
+        nonce = fresh_token(self._rng)
+        return self._decide(Record(**fields, state="abandoned", reason=reason, nonce=nonce))
+
+    def _decide(self, record: Record) -> Record:
+        key = f"{_RECORDS}{record.save_id}.json"
+        while True:
+            self._write(key, record, IfAbsent())
+            found = self.record(record.save_id)
+            if found is not None:
+                return found
+
+    # ---- records
+
+    def record(self, save_id: str) -> Record | None:
+        """The decision on one save, read now."""
+        found = self._read(f"{_RECORDS}{save_id}.json", Record)
+        return found[0] if found else None
+
+    def records(self) -> list[Record]:
+        """Every record, committed or tombstone, oldest first by :attr:`Record.order`.
+
+        One that cannot be read as a record is left out and named in :attr:`damaged`, so that it
+        does not stand between a user and every other checkpoint.
+        """
+        found = []
+        seen = {}
+        self.damaged = {}
+        for info in self.store.list(_RECORDS):
+            cached = self._cache.get(info.key)
+            if cached is None or not info.version or cached[0] != info.version:
+                try:
+                    read = self._read(info.key, Record)
+                except DamagedError as error:
+                    self.damaged[info.key] = str(error)
+                    continue
+                if read is None:
+                    continue
+                cached = (info.version, read[0])
+            seen[info.key] = cached
+            found.append(cached[1])
+        self._cache = seen
+        return sorted(found, key=lambda record: record.order)
+
+    def committed(self) -> list[Record]:
+        """Committed records, oldest first by :attr:`Record.order`."""
+        return [record for record in self.records() if record.state == "committed"]
+
+    def find(self, tag: str | None = None, save_id: str | None = None) -> Record:
+        """The newest committed record, or the newest with a tag, or the one of a save.
+
+        Raises:
+            NothingCommittedError: there is none; names what there is.
+        """
+        every = self.committed()
+        fitting = [
+            record
+            for record in every
+            if (tag is None or record.tag == tag) and (save_id is None or record.save_id == save_id)
+        ]
+        if fitting:
+            return fitting[-1]
+        what = f" with tag {tag!r}" if tag is not None else ""
+        what += f" of save {save_id}" if save_id is not None else ""
+        known = ", ".join(sorted({record.tag for record in every})[:10])
+        raise NothingCommittedError(
+            f"{self.store.url} holds no committed checkpoint{what}"
+            + (f"; committed tags: {known}" if known else "; it holds none at all")
+        )
+
+    def replace(self, record: Record, **changes: object) -> Record | None:
+        """Swap a record for a changed one; None if it is not (any more) as given.
+
+        After an answer was lost, the record is read again and judged by its nonce.
+        """
+        key = f"{_RECORDS}{record.save_id}.json"
+        found = self._read(key, Record)
+        if found is None or found[0] != record:
+            return None
+        changed = record.model_copy(update={**changes, "nonce": fresh_token(self._rng)})
+        if self._write(key, changed, IfVersion(found[1].version)) is not None:
+            return changed
+        return None
+
+    # ---- pointer
+
+    def latest(self) -> Record | None:
+        """The committed record that ``latest`` names; None if it names nothing of ours."""
+        text = self.latest_text()
+        return self._named_by(text) if text is not None else None
+
+    def latest_text(self) -> str | None:
+        """What ``latest`` says, or None if there is no such object."""
+        with contextlib.suppress(NotFoundError):
+            return self.store.get(LATEST)[0][:4096].decode(errors="replace").strip()
+        return None
+
+    def point(self, record: Record) -> bool:
+        """Move ``latest`` to a committed record if it is later than what it names.
+
+        Returns:
+            Whether ``latest`` was moved.
+        """
+        while True:
+            try:
+                raw, info = self.store.get(LATEST)
+            except NotFoundError:
+                condition: IfAbsent | IfVersion = IfAbsent()
+            else:
+                named = self._named_by(raw[:4096].decode(errors="replace").strip())
+                if named is not None and named.order >= record.order:
+                    return False
+                condition = IfVersion(info.version)
+            now = self.record(record.save_id)
+            if now is None or now.state != "committed":
+                return False
+            with contextlib.suppress(PreconditionError, AmbiguousError):
+                self.store.put(LATEST, BytesSource(record.folder.encode()), condition=condition)
+                return True
+
+    def _named_by(self, folder: str) -> Record | None:
+        try:
+            _, save_id = names.tag_of(folder)
+        except TagError:
+            return None
+        record = self.record(save_id)
+        if record is None or record.state != "committed" or record.folder != folder:
+            return None
+        return record
+
+    # ---- holds
+
+    def hold(self, save_id: str, hold_id: str, seconds: int = HOLD_SECONDS) -> None:
+        """Protect a record from retention for ``seconds`` from now; repeat to renew."""
+        document = Hold(save_id=save_id, seconds=seconds, nonce=fresh_token(self._rng))
+        self.store.put(f"{_HOLDS}{hold_id}.json", BytesSource(document.to_bytes()))
+
+    def release(self, hold_id: str) -> None:
+        """End a hold."""
+        self.store.delete(f"{_HOLDS}{hold_id}.json")
+
+    def held(self, store_time: float) -> set[str]:
+        """Save ids that a live hold protects, by the store's own clock."""
+        protected = set()
+        for info in self.store.list(_HOLDS):
+            with contextlib.suppress(NotFoundError, ManifestError):
+                document = parse(Hold, self.store.get(info.key)[0])
+                if info.modified + document.seconds > store_time:
+                    protected.add(document.save_id)
+        return protected
+
+    # ---- objects
+
+    def delete_objects(self, keys: Iterable[str]) -> int:
+        """Delete exactly these keys; returns how many."""
+        count = 0
+        for key in keys:
+            self.store.delete(key)
+            count += 1
+        return count
+
+    def record_modified(self, save_id: str) -> float:
+        """When a record was last written, by the store's own clock."""
+        return self.store.head(f"{_RECORDS}{save_id}.json").modified
+
+    # ---- documents
+
+    def _keys(self, prefix: str) -> list[str]:
+        return [info.key for info in self.store.list(prefix) if info.key.endswith(".json")]
+
+    def _read(self, key: str, kind: type[DocumentT]) -> tuple[DocumentT, ObjectInfo] | None:
+        try:
+            data, info = self.store.get(key)
+        except NotFoundError:
+            return None
+        try:
+            return parse(kind, data), info
+        except ManifestError as error:
+            raise DamagedError(
+                f"{self.store.url}/{key} is not what it should be: {error}; nothing is decided "
+                "from it; put it right or move it away by hand",
+                (key,),
+            ) from None
+
+    def _need(self, key: str, kind: type[DocumentT]) -> DocumentT:
+        found = self._read(key, kind)
+        if found is None:
+            raise DamagedError(f"{self.store.url}/{key} was listed and cannot be read", (key,))
+        return found[0]
+
+    def _write(
+        self, key: str, document: Document, condition: IfAbsent | IfVersion
+    ) -> ObjectInfo | None:
+        """A conditional write; None if it lost, or if it may have: read and decide again.
+
+        A write whose answer was lost, or that an SDK repeated, shows by its nonce.
+        """
+        data = document.to_bytes()
+        try:
+            return self.store.put(key, BytesSource(data), condition=condition)
+        except (PreconditionError, AmbiguousError):
+            try:
+                stored, info = self.store.get(key)
+            except NotFoundError:
+                return None
+            return info if stored == data else None

@@ -1,0 +1,115 @@
+"""What may be deleted in the store, and in which order.
+
+Record first: a checkpoint stops being one before its first byte goes, so whatever dies in between
+leaves a tombstone with some objects, never a committed record without them. Only the newest
+epoch deletes. Never deleted: what ``latest`` names, a pinned one, a held one, one that a live
+attempt resumed from, and the last one left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ds_ckpt_store.catalog import Catalog, Lease, Record
+
+DEFAULT_PAUSE = 3600.0
+
+
+def expired(
+    committed: Sequence[Record],
+    *,
+    keep_last: int,
+    run_id: str,
+    latest: str | None,
+    protected: Collection[str],
+) -> list[Record]:
+    """Which committed records the rule "keep the last N" gives up.
+
+    Args:
+        committed: all committed records of the prefix, in any order.
+        keep_last: how many of the newest of this run stay; at least 1.
+        run_id: only records of this run are given up.
+        latest: save id that ``latest`` names.
+        protected: save ids that must stay (held, resumed from).
+
+    Returns:
+        Oldest first.
+    """
+    own = sorted((record for record in committed if record.run_id == run_id), key=_order)
+    return [
+        record
+        for record in own[: -max(keep_last, 1)]
+        if not record.pin and record.save_id != latest and record.save_id not in protected
+    ]
+
+
+def _order(record: Record) -> tuple[int, int, str]:
+    return record.order
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What one pass did: save ids given up, save ids purged, and objects deleted."""
+
+    deleted: tuple[str, ...] = ()
+    purged: tuple[str, ...] = ()
+    objects: int = 0
+
+
+class Retention:
+    """Applies "keep the last N" to one run under a prefix.
+
+    Args:
+        catalog: the prefix.
+        run_id: the run whose checkpoints may go.
+        keep_last: how many of the newest stay.
+        pause: seconds, by the store's clock, between giving up a record and deleting its objects;
+            a reader that had just chosen it still finds it whole.
+    """
+
+    def __init__(
+        self, catalog: Catalog, run_id: str, keep_last: int, pause: float = DEFAULT_PAUSE
+    ) -> None:
+        self._catalog = catalog
+        self._run_id = run_id
+        self._keep_last = keep_last
+        self._pause = pause
+
+    def apply(self, lease: Lease, resumed_from: Collection[str] = ()) -> Retained:
+        """One pass; does nothing unless ours is the newest epoch. Safe to repeat after a crash."""
+        if not lease.newest:
+            return Retained()
+        records = self._catalog.records()
+        committed = [record for record in records if record.state == "committed"]
+        if not committed or committed[-1].epoch > lease.epoch:
+            return Retained()
+        self._catalog.point(committed[-1])
+        pointed = self._catalog.latest()
+        if pointed is None:
+            return Retained()
+        parents = {r.parent for r in committed if r.epoch == lease.epoch and r.parent}
+        deleted = []
+        for record in expired(
+            committed,
+            keep_last=self._keep_last,
+            run_id=self._run_id,
+            latest=pointed.save_id,
+            protected={*self._catalog.held(lease.store_time), *parents, *resumed_from},
+        ):
+            if self._catalog.replace(record, state="deleted", reason="retention") is not None:
+                deleted.append(record.save_id)
+        purged, objects = self._purge(lease)
+        return Retained(tuple(deleted), purged, objects)
+
+    def _purge(self, lease: Lease) -> tuple[tuple[str, ...], int]:
+        purged, objects = [], 0
+        for record in self._catalog.records():
+            if record.state != "deleted" or record.purged or record.run_id != self._run_id:
+                continue
+            if lease.store_time - self._catalog.record_modified(record.save_id) < self._pause:
+                continue
+            objects += self._catalog.delete_objects(key for key, _ in record.objects())
+            if self._catalog.replace(record, purged=True) is not None:
+                purged.append(record.save_id)
+        return tuple(purged), objects
