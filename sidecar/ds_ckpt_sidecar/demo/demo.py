@@ -22,6 +22,7 @@ from typing import Any
 
 from ds_ckpt_sidecar.demo.evidence import Commits, Output, check_loaded, identical, restored_from
 from ds_ckpt_sidecar.demo.processes import Group
+from ds_ckpt_sidecar.demo.s3_server import S3Server
 from ds_ckpt_sidecar.demo.stage import PATIENCE_SECONDS, RANKS, RUN_ID, SAVE_EVERY, Stage
 from ds_ckpt_store.contract.clock import Clock, SystemClock
 from ds_ckpt_store.errors import DemoError, MissingExtraError, SettingsError
@@ -133,23 +134,11 @@ def _opened(store: str, folder: Path) -> Iterator[tuple[str, Mapping[str, str]]]
         target.mkdir()
         yield target.resolve().as_uri(), {}
         return
-    from ds_ckpt_sidecar.demo.s3_server import S3Server
-
-    server = S3Server(folder / "s3")
-    server.start()
-    try:
+    data = folder / "s3"
+    data.mkdir()
+    with S3Server(data) as server:
         server.create_bucket(BUCKET)
-        yield (
-            f"s3://{BUCKET}/{RUN_ID}",
-            {
-                "DS_CKPT_S3_ENDPOINT": server.url,
-                "AWS_ACCESS_KEY_ID": server.access_key,
-                "AWS_SECRET_ACCESS_KEY": server.secret_key,
-                "AWS_REGION": "us-east-1",
-            },
-        )
-    finally:
-        server.stop()
+        yield f"s3://{BUCKET}/{RUN_ID}", server.environ
 
 
 def _play(stage: Stage, store: str, say: Say) -> DemoResult:

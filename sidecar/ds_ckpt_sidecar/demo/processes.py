@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,13 +26,6 @@ def clean_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without settings of stores, launchers and this project."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(_FOREIGN)}
     return {**kept, **extra}
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Process:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from ds_ckpt_sidecar.demo.processes import Group, Process, clean_environment, free_port
-from ds_ckpt_store.contract.clock import Clock
+from ds_ckpt_sidecar.demo.processes import Group, Process, clean_environment
+from ds_ckpt_sidecar.demo.s3_server import HOST, free_ports
+from ds_ckpt_store.contract.clock import Clock, system_random
 
 RANKS = 2
 RUN_ID = "demo"
@@ -69,8 +70,8 @@ class Stage:
         common = {
             "DS_ACCELERATOR": "cpu",
             "DS_CKPT_RUN_ID": RUN_ID,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_ADDR": HOST,
+            "MASTER_PORT": str(free_ports(1, system_random())[0]),
             "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": str(RANKS),
         }
