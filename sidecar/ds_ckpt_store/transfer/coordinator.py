@@ -1,0 +1,179 @@
+"""Many transfers over one executor: the state that upload and download share.
+
+A transfer of one shard is a *story*: a generator that yields batches of jobs and is given their
+results. Its code runs in the calling thread only, so that journal, progress and callbacks need no
+locks; jobs run on the executor and touch nothing but what they were given. What holds:
+
+* At most ``streams`` jobs are on the executor at any time, over all stories.
+* A story begins only when no story before it has a job ready. So at most ``streams`` stories are
+  begun and unfinished, and neither one huge shard nor thousands of tiny ones leaves a stream idle.
+* Everything happens in an order that depends only on the order in which jobs end: with an
+  executor that runs a job within ``submit``, a run repeats exactly.
+* ``check`` is called before each job and at least once a second. When it raises, no job is
+  submitted any more; those that run are awaited and their results handed over, then it is raised.
+* A story that fails stops itself; those already begun are carried to their end, and no further
+  one begins. After an error in ``fatal`` (the whole save is over) nothing more is submitted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds_ckpt_store.errors import CkptError
+
+_CHECK_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Work for the executor; ``done`` gets the result, in the calling thread."""
+
+    run: Callable[[], Any]
+    done: Callable[[Any], None] | None = None
+
+
+Story = Generator[Sequence[Job], list[Any], None]
+"""Yields batches of at least one job; each yield gives the results in order, or raises the first
+error, once no job of the batch runs any more."""
+
+
+@dataclass(eq=False)
+class _Begun:
+    """A story under way, and its current batch."""
+
+    story: Story
+    waiting: deque[tuple[int, Job]] = field(default_factory=deque)
+    results: list[Any] = field(default_factory=list)
+    running: int = 0
+    error: BaseException | None = None
+
+    def load(self, batch: Sequence[Job]) -> None:
+        self.results = [None] * len(batch)
+        self.waiting.extend(enumerate(batch))
+        self.error = None
+
+
+class Coordinator:
+    """Runs stories to their end.
+
+    Args:
+        executor: runs the jobs; it may be shared, and may run a job within ``submit``.
+        streams: jobs at a time.
+        check: may raise a :class:`CkptError` to stop in good order.
+        fatal: errors of a story after which nothing more is submitted, and which are raised
+            rather than others.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        *,
+        streams: int,
+        check: Callable[[], None],
+        fatal: tuple[type[CkptError], ...] = (),
+    ) -> None:
+        self._executor = executor
+        self._streams = streams
+        self._check = check
+        self._fatal = fatal
+        self._begun: list[_Begun] = []
+        self._running: dict[Future[Any], tuple[_Begun, int, Job]] = {}
+        self._errors: list[CkptError] = []
+        self._stop: CkptError | None = None
+
+    def run(self, stories: Iterable[Story]) -> None:
+        """Run all stories.
+
+        Raises:
+            CkptError: what ``check`` raised; else the first error in ``fatal``; else the first
+                error of a story.
+        """
+        upcoming = iter(stories)
+        try:
+            while True:
+                self._fill(upcoming)
+                if not self._running:
+                    break
+                wait(self._running, timeout=_CHECK_SECONDS, return_when=FIRST_COMPLETED)
+                self._ask()
+                for future in [future for future in self._running if future.done()]:
+                    self._hand_over(future)
+        finally:
+            wait(self._running)
+            for begun in self._begun:
+                begun.story.close()
+        self._raise()
+
+    def _fill(self, upcoming: Iterator[Story]) -> None:
+        while len(self._running) < self._streams and self._may_submit():
+            ready = next((begun for begun in self._begun if begun.waiting), None)
+            if ready is not None:
+                index, job = ready.waiting.popleft()
+                ready.running += 1
+                self._running[self._executor.submit(job.run)] = (ready, index, job)
+                continue
+            story = None if self._errors else next(upcoming, None)
+            if story is None:
+                return
+            begun = _Begun(story)
+            self._begun.append(begun)
+            self._advance(begun)
+
+    def _may_submit(self) -> bool:
+        if self._stop is None:
+            self._ask()
+        return self._stop is None and not any(
+            isinstance(error, self._fatal) for error in self._errors
+        )
+
+    def _ask(self) -> None:
+        if self._stop is not None:
+            return
+        try:
+            self._check()
+        except CkptError as stop:
+            self._stop = stop
+
+    def _hand_over(self, future: Future[Any]) -> None:
+        begun, index, job = self._running.pop(future)
+        begun.running -= 1
+        error = future.exception()
+        if error is None:
+            begun.results[index] = future.result()
+            if job.done is not None:
+                job.done(begun.results[index])
+        elif begun.error is None:
+            begun.error = error
+            begun.waiting.clear()
+        if begun.running == 0 and not begun.waiting:
+            self._advance(begun)
+
+    def _advance(self, begun: _Begun) -> None:
+        """Let a story go on to its next batch; its end or its error takes it off the list."""
+        try:
+            if begun.error is not None:
+                batch = begun.story.throw(begun.error)
+            elif begun.results:
+                batch = begun.story.send(begun.results)
+            else:
+                batch = next(begun.story)
+        except StopIteration:
+            self._begun.remove(begun)
+        except CkptError as error:
+            self._begun.remove(begun)
+            self._errors.append(error)
+        else:
+            begun.load(batch)
+
+    def _raise(self) -> None:
+        if self._stop is not None:
+            raise self._stop
+        for error in self._errors:
+            if isinstance(error, self._fatal):
+                raise error
+        if self._errors:
+            raise self._errors[0]
