@@ -23,7 +23,14 @@ from typing import Any
 from ds_ckpt_sidecar.demo.evidence import Commits, Output, check_loaded, identical, restored_from
 from ds_ckpt_sidecar.demo.processes import Group
 from ds_ckpt_sidecar.demo.s3_server import S3Server
-from ds_ckpt_sidecar.demo.stage import PATIENCE_SECONDS, RANKS, RUN_ID, SAVE_EVERY, Stage
+from ds_ckpt_sidecar.demo.stage import (
+    HIDDEN,
+    PATIENCE_SECONDS,
+    RANKS,
+    RUN_ID,
+    SAVE_EVERY,
+    Stage,
+)
 from ds_ckpt_store.contract.clock import Clock, SystemClock
 from ds_ckpt_store.errors import DemoError, MissingExtraError, SettingsError
 
@@ -86,7 +93,7 @@ def run_demo(
     zero_stage: int,
     workdir: Path | None,
     say: Say,
-    hidden: int = 1024,
+    hidden: int = HIDDEN,
     clock: Clock | None = None,
 ) -> DemoResult:
     """Run the demo.

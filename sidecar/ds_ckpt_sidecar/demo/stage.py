@@ -12,6 +12,8 @@ from ds_ckpt_store.contract.clock import Clock, system_random
 RANKS = 2
 RUN_ID = "demo"
 SAVE_EVERY = 3
+HIDDEN = 1024
+"""Width of the model: large enough that a checkpoint has some megabytes."""
 PATIENCE_SECONDS = 120.0
 """How long a program may take to import torch, train its few steps and end, on a slow machine."""
 

@@ -1,0 +1,131 @@
+"""The main job with real DeepSpeed: lose everything, restore, resume, and lose no bit.
+
+The last tests prove that the comparison can fail: a checkpoint that says the wrong step, or whose
+optimizer state was disturbed, changes the losses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ds_ckpt_sidecar.demo.demo import STEPS_AFTER_LOSS, DemoResult, run_demo
+from ds_ckpt_sidecar.demo.evidence import Output, identical, restored_from
+from ds_ckpt_sidecar.demo.processes import Group
+from ds_ckpt_sidecar.demo.stage import HIDDEN, PATIENCE_SECONDS, Stage
+from ds_ckpt_store.contract.clock import SystemClock
+
+SMALL = 32
+
+pytestmark = pytest.mark.slow
+
+
+def check(result: DemoResult, folder: Path) -> None:
+    assert result.losses_identical
+    assert result.compared_steps == STEPS_AFTER_LOSS
+    assert result.saves >= 3
+    assert result.bytes > 0
+    assert result.resumed_global_steps >= 3
+    assert result.loaded_folder.startswith(str(folder / "volume-2"))
+
+
+@pytest.mark.parametrize("zero_stage", [0, 2, 3])
+def test_training_resumes_with_identical_losses(zero_stage: int, tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    result = run_demo(store="file", zero_stage=zero_stage, workdir=folder, say=print, hidden=SMALL)
+    check(result, folder)
+
+
+def test_training_resumes_with_identical_losses_from_an_s3_server(tmp_path: Path) -> None:
+    folder = tmp_path / "demo"
+    result = run_demo(store="s3", zero_stage=2, workdir=folder, say=print, hidden=SMALL)
+    check(result, folder)
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """A demo that has been played, with its store and outputs."""
+
+    folder: Path
+    result: DemoResult
+
+    def resume_disturbed(self, name: str, disturb: Callable[[Path], None]) -> bool:
+        """Restore again, disturb the checkpoint, resume; whether losses equal the reference's."""
+        stage = Stage(self.folder, (self.folder / "store").as_uri(), {}, 1, HIDDEN, SystemClock())
+        volume = stage.volume(name)
+        stage.restore(volume, tag=f"global_step{self.result.resumed_global_steps}")
+        disturb(volume / restored_from(volume).tag)
+        last_step = self.result.resumed_global_steps + STEPS_AFTER_LOSS
+        with Group(stage.clock) as group:
+            # Without the hook, since its agreement on what to resume from refuses such a volume.
+            ranks, output = stage.trainer(
+                group, f"trainer-{name}", volume, steps=last_step, resume=True, hook=False
+            )
+            group.wait(ranks, PATIENCE_SECONDS)
+        reference = Output.read(self.folder / "reference.jsonl")
+        resumed = Output.read(output)
+        assert resumed.loaded
+        first = min(resumed.losses) - 1
+        return identical(reference.losses, resumed.losses, first, last_step)
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
+    """``ds-ckpt demo`` at ZeRO 1, by its command."""
+    folder = tmp_path_factory.mktemp("played") / "demo"
+    command = [sys.executable, "-m", "ds_ckpt_sidecar", "demo", "--store", "file"]
+    command += ["--zero-stage", "1", "--json", "--keep", str(folder)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    assert ran.returncode == 0, ran.stderr
+    return Played(folder, DemoResult(**json.loads(ran.stdout)))
+
+
+def test_the_command_prints_what_it_saw(played: Played) -> None:
+    check(played.result, played.folder)
+    assert played.result.restore_seconds > 0
+    assert played.result.lag_seconds > 0
+    assert played.result.held_seconds <= played.result.held_seconds_max
+
+
+def load(path: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(path, weights_only=False)
+    return state
+
+
+def nothing(_: Path) -> None:
+    """Leave the checkpoint as it is."""
+
+
+def wrong_step(folder: Path) -> None:
+    """Make the checkpoint say that it is one step further than it is."""
+    path = folder / "mp_rank_00_model_states.pt"
+    state = load(path)
+    state["global_steps"] += 1
+    torch.save(state, path)
+
+
+def disturbed_optimizer(folder: Path) -> None:
+    """Change one value of one moment of one rank's optimizer."""
+    path = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    state = load(path)
+    inner = state["optimizer_state_dict"]["base_optimizer_state"]
+    moments = inner["state"][0]["exp_avg"] if "state" in inner else inner[0]["exp_avg"]
+    moments.view(-1)[0] += 1.0
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize(
+    ("disturb", "same"), [(nothing, True), (wrong_step, False), (disturbed_optimizer, False)]
+)
+def test_a_disturbed_checkpoint_changes_the_losses(
+    played: Played, disturb: Callable[[Path], None], same: bool
+) -> None:
+    assert played.resume_disturbed(disturb.__name__, disturb) is same
