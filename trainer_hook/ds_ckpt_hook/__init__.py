@@ -1,0 +1,168 @@
+"""Hands DeepSpeed checkpoints over to the sidecar, and agrees on what to resume from.
+
+::
+
+    tag = ds_ckpt_hook.agree_on_resume(save_dir)   # every rank; None: start from scratch
+    if tag is not None:
+        engine.load_checkpoint(save_dir, tag)
+    ...
+    engine.save_checkpoint(save_dir, tag)
+    ds_ckpt_hook.after_save(engine, tag, save_dir=save_dir)   # every rank; returns at once
+    ...
+    ds_ckpt_hook.finalize()                        # every rank, at the end
+
+Importing this package imports neither torch nor deepspeed nor a cloud SDK. Messages go to the
+logger ``ds_ckpt_hook``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ds_ckpt_hook import feedback, resume, saving
+from ds_ckpt_hook.core import Hook
+from ds_ckpt_hook.errors import AgreementError, ExchangeError, HookError, NotPublishedError
+from ds_ckpt_hook.feedback import FinalReport, Save, Standing
+from ds_ckpt_hook.settings import Settings
+from ds_ckpt_store.errors import SettingsError
+
+__all__ = [
+    "AgreementError",
+    "ExchangeError",
+    "FinalReport",
+    "HookError",
+    "NotPublishedError",
+    "Save",
+    "Settings",
+    "Standing",
+    "after_save",
+    "agree_on_resume",
+    "configure",
+    "finalize",
+]
+
+logger = logging.getLogger("ds_ckpt_hook")
+_process: dict[str, Hook] = {}
+
+
+def configure(**overrides: Any) -> None:
+    """Override settings that otherwise come from the environment; before any other call.
+
+    Args:
+        overrides: fields of :class:`Settings`, such as ``run_id`` or ``exchange_timeout``.
+
+    Raises:
+        SettingsError: there is no such setting, or the hook is at work already.
+    """
+    if _process:
+        raise SettingsError("ds_ckpt_hook.configure comes too late: call it before anything else")
+    known = {field.name for field in dataclasses.fields(Settings)}
+    if unknown := sorted(set(overrides) - known):
+        raise SettingsError(f"unknown settings {unknown}; known are {sorted(known)}")
+    settings = dataclasses.replace(Settings.from_environ(os.environ), **overrides)
+    _process["hook"] = Hook(settings)
+
+
+def after_save(
+    engine: Any,
+    tag: object = None,
+    *,
+    save_dir: str | os.PathLike[str] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    kind: str = "checkpoint",
+    pin: bool = False,
+    wait: bool = False,
+    strict: bool = False,
+) -> Save:
+    """Hand over the checkpoint that ``engine.save_checkpoint`` has just written.
+
+    Every rank calls it. It holds the training thread for a listing, one exchange between the
+    ranks and hard links; checksums and publication follow in the background. If a rank failed or
+    tags differ, nobody publishes, every rank logs a warning, and training goes on.
+
+    Args:
+        engine: the DeepSpeed engine.
+        tag: what ``save_checkpoint`` was given; None for DeepSpeed's ``global_step<N>``.
+        save_dir: what ``save_checkpoint`` was given; ``DS_CKPT_DIR`` if None.
+        metrics: numbers to keep with the checkpoint; what is not finite is kept as null.
+        kind: a word for retention rules, such as ``epoch`` or ``recovery``.
+        pin: keep it for good.
+        wait: return only when it is durable, or cannot become so.
+        strict: raise instead of warn. What fails in the background is raised with ``wait`` only.
+
+    Raises:
+        CkptError: only with ``strict``; says which ranks failed, and why.
+    """
+    return saving.after_save(
+        _hook(),
+        engine,
+        tag,
+        save_dir=save_dir,
+        metrics=metrics,
+        kind=kind,
+        pin=pin,
+        wait=wait,
+        strict=strict,
+    )
+
+
+def finalize(timeout: float | None = None, *, strict: bool = False) -> FinalReport:
+    """Tell the sidecar that training is over, and wait until all saves are durable.
+
+    Every rank calls it, once, at the end.
+
+    Args:
+        timeout: seconds to wait at most; None to wait as long as the sidecar is alive.
+        strict: raise if a save is not durable.
+
+    Returns:
+        Which saves are durable, and which are not and why.
+
+    Raises:
+        NotPublishedError: only with ``strict``.
+    """
+    return feedback.finalize(_hook(), timeout, strict=strict)
+
+
+def agree_on_resume(
+    save_dir: str | os.PathLike[str] | None = None,
+    *,
+    destination: str | None = None,
+    timeout: float | None = None,
+) -> str | None:
+    """The tag that all ranks resume from, or None for all: start from scratch.
+
+    Every rank calls it, after ``deepspeed.init_distributed`` and before ``load_checkpoint``. All
+    take the newest save that every node holds byte for byte, or that is committed in the store;
+    nodes that lack it restore it. Checkpoints in save_dir that are newer, torn or unknown are
+    moved to ``.ds_ckpt/aside/``, and DeepSpeed's ``latest`` names what was agreed on.
+
+    Args:
+        save_dir: where the checkpoints lie; ``DS_CKPT_DIR`` if None.
+        destination: URL of the store; ``DS_CKPT_DESTINATION`` if None. Without one, only the
+            volumes count.
+        timeout: seconds that ranks wait while others verify or restore.
+
+    Raises:
+        AgreementError: no safe agreement; do not start training, restart all ranks.
+    """
+    return resume.agree_on_resume(_hook(), save_dir, destination=destination, timeout=timeout)
+
+
+def _hook() -> Hook:
+    if "hook" not in _process:
+        try:
+            settings = Settings.from_environ(os.environ)
+        except SettingsError as error:
+            # Found at the first save, perhaps hours into training: no reason to end it.
+            logger.warning("%s; the usual times are used instead", error)
+            times = [name for name in os.environ if name.endswith("TIMEOUT")]
+            settings = Settings.from_environ(
+                {k: v for k, v in os.environ.items() if k not in times}
+            )
+        _process["hook"] = Hook(settings)
+    return _process["hook"]

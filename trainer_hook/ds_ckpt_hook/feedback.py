@@ -1,0 +1,217 @@
+"""What the trainer is told: where its saves stand, and at the end whether all are durable.
+
+The sidecar answers over files on the volume. A sidecar that is silent, stopped or has refused to
+work is no reason to wait: the answer says so instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ds_ckpt_hook.core import DURABLE, LOST, Hook, SaveState, reason_of
+from ds_ckpt_hook.errors import NotPublishedError
+from ds_ckpt_hook.session import Session
+from ds_ckpt_store.contract.manifest import SidecarStatus
+from ds_ckpt_store.errors import CkptError
+
+logger = logging.getLogger("ds_ckpt_hook")
+
+GRACE_SECONDS = 30.0
+SILENT_SECONDS = 60.0
+_POLL = 0.2
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where one save stands; ``durable`` means that it is committed in the store.
+
+    ``state`` is one of the states of a save in the sidecar, and ``discovered`` before that.
+    """
+
+    tag: str
+    save_id: str | None
+    state: str
+    durable: bool
+    reason: str = ""
+
+
+class Save:
+    """Handle of one save, from :func:`ds_ckpt_hook.after_save`."""
+
+    def __init__(self, hook: Hook, state: SaveState) -> None:
+        self._hook = hook
+        self._state = state
+
+    @property
+    def tag(self) -> str:
+        """Its tag, as a string."""
+        return self._state.tag
+
+    @property
+    def save_id(self) -> str | None:
+        """Its id; None while, or if, the ranks have not agreed on it."""
+        return self._state.save_id
+
+    @property
+    def held_seconds(self) -> float:
+        """How long the hook held the training thread for it."""
+        return self._state.held_seconds
+
+    def status(self) -> Standing:
+        """Where it stands now."""
+        return _standing(self._state)
+
+    def wait(self, timeout: float | None = None) -> Standing:
+        """Wait until it is durable, or cannot become so, or ``timeout`` seconds have passed."""
+        return wait_for(self._hook, [self._state], timeout)[0]
+
+
+@dataclass(frozen=True)
+class FinalReport:
+    """What :func:`ds_ckpt_hook.finalize` found.
+
+    Attributes:
+        durable: tags of the saves of this process that are committed, in order.
+        not_durable: the others; each says why.
+        seconds: how long it took.
+    """
+
+    durable: list[str]
+    not_durable: list[Standing]
+    seconds: float
+
+
+def finalize(hook: Hook, timeout: float | None = None, *, strict: bool = False) -> FinalReport:
+    """See :func:`ds_ckpt_hook.finalize`."""
+    began = hook.clock.monotonic()
+    try:
+        hook.catch_up()
+    except Exception as error:  # noqa: BLE001 - training has ended; the report must come
+        logger.warning("a save could not be taken: %s", reason_of(error))
+    for state in hook.saves:
+        if state.waiting_for_engine:
+            state.waiting_for_engine = False
+            state.reason = (
+                "the checkpoint engine has not finished writing it: make one more step, or "
+                "call finalize after it has"
+            )
+    hook.worker.drain(timeout)
+    _tell_failures(hook)
+    for session in hook.sessions.values():
+        try:
+            session.finish()
+        except OSError as error:
+            logger.warning(
+                "the end of training could not be noted on %s: %s", session.volume.path, error
+            )
+    left = None if timeout is None else max(0.0, timeout - (hook.clock.monotonic() - began))
+    standings = wait_for(hook, hook.saves, left)
+    report = FinalReport(
+        durable=[standing.tag for standing in standings if standing.durable],
+        not_durable=[standing for standing in standings if not standing.durable],
+        seconds=hook.clock.monotonic() - began,
+    )
+    for standing in report.not_durable:
+        logger.warning("tag %r is not durable: %s", standing.tag, standing.reason)
+    if strict and report.not_durable:
+        listed = "; ".join(f"{s.tag!r} is {s.state}: {s.reason}" for s in report.not_durable[:8])
+        raise NotPublishedError(f"{len(report.not_durable)} saves are not durable: {listed}")
+    return report
+
+
+def _tell_failures(hook: Hook) -> None:
+    """A save that failed on one rank in the background is known to all afterwards."""
+    if not hook.sessions:
+        return
+    own = {state.save_id: state.reason for state in hook.saves if state.save_id and state.reason}
+    try:
+        told: list[dict[str, str]] = hook.exchange.gather("finalize", own)
+    except CkptError as error:
+        logger.warning("the ranks could not compare their saves at the end: %s", error)
+        return
+    for state in hook.saves:
+        for failures in told:
+            if state.save_id in failures and not state.reason:
+                state.reason = failures[state.save_id]
+
+
+def wait_for(hook: Hook, states: Sequence[SaveState], timeout: float | None) -> list[Standing]:
+    """Wait until each save is durable, or cannot become so, or nobody is there to make it so.
+
+    Args:
+        hook: of this process.
+        states: the saves.
+        timeout: seconds; None to wait as long as the sidecar lives.
+    """
+    began = hook.clock.monotonic()
+    while True:
+        waited = hook.clock.monotonic() - began
+        standings = [_standing(state) for state in states]
+        open_states = [
+            state
+            for state, standing in zip(states, standings, strict=True)
+            if not standing.durable and standing.state not in LOST
+        ]
+        if not open_states:
+            return standings
+        # While the worker still hashes, there is nothing that the sidecar could have done.
+        silent = "" if not hook.worker.drain(0) else _silence(hook, open_states, waited)
+        expired = timeout is not None and waited >= timeout
+        if silent or expired:
+            why = silent or f"still {{}} after {waited:.0f} s"
+            return [
+                _explained(hook, state, standing, why) if state in open_states else standing
+                for state, standing in zip(states, standings, strict=True)
+            ]
+        hook.clock.sleep(_POLL if timeout is None else min(_POLL, max(timeout - waited, 0.001)))
+
+
+def _explained(hook: Hook, state: SaveState, standing: Standing, why: str) -> Standing:
+    sidecar = _sidecar(state.session)
+    if sidecar is None:
+        why = "no sidecar has ever written its heartbeat to the volume"
+    elif _age(hook, state.session, sidecar) > SILENT_SECONDS:
+        why = f"the sidecar has been silent for {_age(hook, state.session, sidecar):.0f} s"
+    elif sidecar.last_error and not standing.reason:
+        why = f"{why.format(standing.state)}; the sidecar's last error: {sidecar.last_error}"
+    said = f" ({standing.reason})" if standing.reason else ""
+    return Standing(
+        state.tag, state.save_id, standing.state, False, f"{why.format(standing.state)}{said}"
+    )
+
+
+def _silence(hook: Hook, states: Sequence[SaveState], waited: float) -> str:
+    """Why no answer can be expected any more; empty if one can."""
+    for state in states:
+        if state.waiting_for_engine:
+            return "the checkpoint engine has not finished writing it"
+        sidecar = _sidecar(state.session)
+        if sidecar is not None and _age(hook, state.session, sidecar) <= SILENT_SECONDS:
+            if sidecar.state in ("stopped", "refused"):
+                return f"the sidecar is {sidecar.state}: {sidecar.last_error or 'it said no more'}"
+            return ""
+    return "there is no sidecar" if waited >= GRACE_SECONDS else ""
+
+
+def _sidecar(session: Session | None) -> SidecarStatus | None:
+    if session is None:
+        return None
+    try:
+        return session.volume.sidecar_status()
+    except (CkptError, OSError):
+        return None
+
+
+def _age(hook: Hook, session: Session | None, sidecar: SidecarStatus) -> float:
+    """Seconds since the heartbeat; both containers of a pod have one clock."""
+    return max(0.0, hook.clock.time() - sidecar.time) if session is not None else 0.0
+
+
+def _standing(state: SaveState) -> Standing:
+    try:
+        status = state.look()
+    except (CkptError, OSError) as error:
+        return Standing(state.tag, state.save_id, "discovered", False, reason_of(error))
+    return Standing(state.tag, state.save_id, status.state, status.state in DURABLE, status.reason)

@@ -1,0 +1,200 @@
+"""What one node's volume holds completely, and moving out of sight what must not be loaded.
+
+A save counts as complete if this node's own manifest says so, all its files have the manifest's
+size and checksum, and the ranks that run here now wrote it. Nothing is ever deleted: what must
+not be loaded is renamed into ``.ds_ckpt/aside/``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ds_ckpt_hook import deepspeed_files
+from ds_ckpt_hook.session import Session
+from ds_ckpt_hook.settings import Place
+from ds_ckpt_store.contract import digest
+from ds_ckpt_store.contract.manifest import NodeManifest, Shard
+from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import CkptError
+
+logger = logging.getLogger("ds_ckpt_hook")
+
+_READERS = 4
+
+
+@dataclass(frozen=True)
+class Held:
+    """One save that a node seems to hold completely; ``manifest`` is None if it was restored."""
+
+    save_id: str
+    tag: str
+    time_ms: int
+    attempt: str
+    manifest: NodeManifest | None = None
+
+
+def held_saves(session: Session, place: Place) -> dict[str, Held]:
+    """Saves of this run that this node seems to hold, by id; sizes are compared, sums are not."""
+    found: dict[str, Held] = {}
+    for manifest in _newest_of_each_tag(session, place).values():
+        if _suffices(session, manifest) and _has_sizes(place, manifest):
+            found[manifest.save_id] = Held(
+                manifest.save_id, manifest.tag, manifest.time_ms, manifest.attempt, manifest
+            )
+    for volume in restore_volumes(place):
+        try:
+            restored = volume.restored_from()
+        except (CkptError, OSError) as error:
+            logger.warning("%s is passed over: %s", volume.restored, error)
+            continue
+        if restored is not None and restored.save_id not in found:
+            found[restored.save_id] = Held(restored.save_id, restored.tag, restored.time_ms, "")
+    return found
+
+
+def restore_volumes(place: Place) -> list[Volume]:
+    """Where a restore may have noted what it did: a restore goes to a save_dir."""
+    own = Volume(place.save_dir, place.volume.fs)
+    return [own] if own.path == place.volume.path else [own, place.volume]
+
+
+def is_whole(place: Place, held: Held) -> bool:
+    """Whether every byte of a save is right."""
+    if held.manifest is None:
+        from ds_ckpt_hook import remote
+
+        return any(remote.is_restored(volume, held.save_id) for volume in restore_volumes(place))
+    shards = [*held.manifest.shards, *held.manifest.replicas]
+    folder = f"{place.save_dir}/{held.tag}"
+    with ThreadPoolExecutor(_READERS, "ds_ckpt verify") as executor:
+        return all(executor.map(lambda shard: _is_right(place.volume, folder, shard), shards))
+
+
+def set_aside(session: Session, place: Place, agreed: Held | None, now_ms: int) -> list[str]:
+    """Rename what must not be loaded: all but the agreed save and whole, known, older ones.
+
+    Returns:
+        A sentence for each checkpoint that was moved.
+
+    Raises:
+        OSError: something could not be renamed.
+    """
+    fs = place.volume.fs
+    known = _newest_of_each_tag(session, place)
+    tags = deepspeed_files.tag_folders(fs, place.save_dir)
+    kept = {tag for tag in tags if _may_stay(place, tag, known, agreed)}
+    moved = []
+    for tag in reversed(tags):  # a tag below another one first
+        if tag in kept:
+            continue
+        manifest = known.get(tag)
+        label = manifest.save_id if manifest is not None else f"{now_ms:012x}"
+        target = _free_name(place.volume, f"{label}/{tag}")
+        fs.make_folder(os.path.dirname(target))
+        source = f"{place.save_dir}/{tag}"
+        if any(other.startswith(f"{tag}/") for other in kept):
+            fs.make_folder(target)
+            for name in fs.names(source):
+                state = fs.stat(f"{source}/{name}")
+                if state is not None and not state.is_folder:
+                    fs.rename(f"{source}/{name}", f"{target}/{name}")
+        else:
+            fs.rename(source, target)
+        why = "is not known to be complete" if manifest is None else "is newer or torn"
+        moved.append(f"{source} {why} and was moved to {target}")
+    latest = f"{place.save_dir}/latest"
+    if agreed is None and fs.stat(latest) is not None:
+        target = _free_name(place.volume, f"{now_ms:012x}/latest")
+        fs.make_folder(os.path.dirname(target))
+        fs.rename(latest, target)
+    return moved
+
+
+def point(place: Place, tag: str) -> None:
+    """Make DeepSpeed's ``latest`` name a tag, durably.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    place.volume.fs.write_atomic(f"{place.save_dir}/latest", tag.encode())
+
+
+def _free_name(volume: Volume, wanted: str) -> str:
+    path = f"{volume.aside}/{wanted}"
+    number = 0
+    while volume.fs.stat(path) is not None:
+        number += 1
+        path = f"{volume.aside}/{wanted}.{number}"
+    return path
+
+
+def _may_stay(
+    place: Place, tag: str, known: Mapping[str, NodeManifest], agreed: Held | None
+) -> bool:
+    if agreed is None:
+        return False
+    if tag == agreed.tag:
+        return True
+    manifest = known.get(tag)
+    older = manifest is not None and manifest.time_ms <= agreed.time_ms
+    return manifest is not None and older and _has_sizes(place, manifest)
+
+
+def _newest_of_each_tag(session: Session, place: Place) -> dict[str, NodeManifest]:
+    """A tag that was saved again stands on the volume in its newest form only."""
+    newest: dict[str, NodeManifest] = {}
+    for name in session.volume.manifests():
+        try:
+            manifest = session.volume.manifest(name)
+        except (CkptError, OSError) as error:
+            logger.warning("manifest %s is passed over: %s", name, error)
+            continue
+        if (
+            manifest.node == session.node
+            and manifest.run_id == session.run_id
+            and manifest.root == place.root
+        ):
+            other = newest.get(manifest.tag)
+            if other is None or manifest.time_ms > other.time_ms:
+                newest[manifest.tag] = manifest
+    return newest
+
+
+def _suffices(session: Session, manifest: NodeManifest) -> bool:
+    """Whether the ranks that run here now find all that they read."""
+    if not manifest.elsewhere:
+        return True
+    return (
+        manifest.world_size == session.world_size
+        and set(session.ranks) <= set(manifest.ranks)
+        and all(deepspeed_files.is_own_to_a_rank(path) for path in manifest.elsewhere)
+    )
+
+
+def _has_sizes(place: Place, manifest: NodeManifest) -> bool:
+    folder = f"{place.save_dir}/{manifest.tag}"
+    states = (
+        (place.volume.fs.stat(f"{folder}/{shard.path}"), shard.size)
+        for shard in (*manifest.shards, *manifest.replicas)
+    )
+    return all(s is not None and s.is_regular and s.size == size for s, size in states)
+
+
+def _is_right(volume: Volume, folder: str, shard: Shard) -> bool:
+    try:
+        fd = volume.fs.open_beneath(folder, shard.path)
+    except (OSError, CkptError):
+        return False
+    try:
+        if volume.fs.fstat(fd).size != shard.size:
+            return False
+        found = digest.crc32c_of_fd(fd, 0, shard.size)
+        return found == (digest.from_hex(shard.crc32c), shard.size)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)

@@ -1,0 +1,224 @@
+"""``agree_on_resume``: one checkpoint for all ranks, or none for all.
+
+Half of the ranks on another checkpoint than the rest is the worst failure there is: ZeRO-1 loads
+it without an error. DeepSpeed's ``latest`` cannot prevent it: it is a file of each volume, written
+before the other ranks are done. So the ranks tell each other what their volumes hold and take the
+newest save that all can have, byte for byte; what is newer or torn is moved out of sight.
+
+Elsewhere the hook never raises into training. Here it does: if the ranks cannot agree safely,
+training must not start, and the pods are restarted to try again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ds_ckpt_hook import local
+from ds_ckpt_hook.core import Hook, reason_of
+from ds_ckpt_hook.errors import AgreementError
+from ds_ckpt_hook.local import Held
+from ds_ckpt_hook.session import Session
+from ds_ckpt_hook.settings import Place
+from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import CkptError
+
+if TYPE_CHECKING:
+    from ds_ckpt_hook.remote import Committed
+
+logger = logging.getLogger("ds_ckpt_hook")
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one rank knows: a leader, what its volume holds; rank 0, what the store holds."""
+
+    held: Mapping[str, Held] = field(default_factory=dict)
+    committed: Sequence[Committed] = ()
+    error: str = ""
+    store_error: str = ""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A save that every node holds, or that is committed in the store."""
+
+    epoch: int
+    time_ms: int
+    save_id: str
+    tag: str
+    is_committed: bool
+
+    @property
+    def held(self) -> Held:
+        """As what it stands on a volume."""
+        return Held(self.save_id, self.tag, self.time_ms, "")
+
+
+def agree_on_resume(
+    hook: Hook,
+    save_dir: str | os.PathLike[str] | None = None,
+    *,
+    destination: str | None = None,
+    timeout: float | None = None,
+) -> str | None:
+    """See :func:`ds_ckpt_hook.agree_on_resume`."""
+    patience = hook.settings.resume_timeout if timeout is None else timeout
+    url = destination or hook.settings.destination
+    place, problem = hook.locate(save_dir)
+    try:
+        session = hook.session(place, problem)
+        if place is None:
+            raise AgreementError(problem)  # noqa: TRY301 - the handshake has told all ranks
+        return _agree(hook, session, place, url, patience)
+    except AgreementError:
+        raise
+    except CkptError as error:
+        raise AgreementError(
+            f"the ranks could not agree on what to resume from: {error}. Nothing was loaded; "
+            "training must not start. Restart all ranks to try again"
+        ) from error
+
+
+def _agree(
+    hook: Hook, session: Session, place: Place, url: str | None, patience: float
+) -> str | None:
+    offers: list[Offer] = hook.exchange.gather(
+        "resume: what is there", _offer(hook, session, place, url), timeout=patience
+    )
+    problems = [f"rank {rank}: {offer.error}" for rank, offer in enumerate(offers) if offer.error]
+    if problems:
+        raise AgreementError("; ".join(problems[:8]))
+    store_error = offers[0].store_error
+    if store_error:
+        logger.warning("the store cannot be read, only the volumes count: %s", store_error)
+    options = rank_options(
+        [offers[rank].held for rank in session.leaders.values()], offers[0].committed
+    )
+    failures: list[str] = []
+    agreed: Option | None = None
+    for option in options:
+        failed = _try(hook, session, place, url, option, offers[session.rank].held, patience)
+        if not failed:
+            agreed = option
+            break
+        failures.append(f"{option.tag!r}: {'; '.join(failed[:4])}")
+        logger.error("cannot resume from %s", failures[-1])
+    if agreed is None and (store_error or offers[0].committed):
+        raise AgreementError(
+            "no checkpoint could be brought to every node, and starting from scratch beside a "
+            f"store that holds some is left to you: {store_error or ' | '.join(failures[:4])}"
+        )
+    _settle(hook, session, place, agreed, patience)
+    times = [record.time_ms for record in offers[0].committed]
+    session.newest_ms = max(session.newest_ms, *times, agreed.time_ms if agreed else 0)
+    session.parent = agreed.save_id if agreed else None
+    session.start_heartbeat()
+    if agreed is None:
+        logger.info("nothing to resume from: training starts from scratch on all ranks")
+        return None
+    logger.info("all ranks resume from %r (save %s)", agreed.tag, agreed.save_id)
+    return agreed.tag
+
+
+def _offer(hook: Hook, session: Session, place: Place, url: str | None) -> Offer:
+    held: Mapping[str, Held] = {}
+    committed: Sequence[Committed] = ()
+    store_error = ""
+    if session.is_leader:
+        try:
+            held = local.held_saves(session, place)
+        except (CkptError, OSError) as error:
+            return Offer(error=f"{place.volume.path} cannot be looked through: {error}")
+    if session.rank == 0 and url:
+        try:
+            from ds_ckpt_hook import remote
+
+            committed = remote.committed(url, hook.rng)
+        except (CkptError, OSError, ImportError) as error:
+            store_error = f"{url}: {reason_of(error)}"
+    return Offer(held=held, committed=committed, store_error=store_error)
+
+
+def rank_options(
+    held_by_node: Sequence[Mapping[str, Held]], committed: Sequence[Committed]
+) -> list[Option]:
+    """All saves that every node can have, newest first.
+
+    Newest is by (epoch, time, id), as everywhere. A save that is not committed has the epoch that
+    its attempt is known by, or else the newest: times never run backwards within a run.
+    """
+    by_id = {record.save_id: record for record in committed}
+    epochs = {record.attempt: record.epoch for record in committed}
+    newest_epoch = max((record.epoch for record in committed), default=0)
+    common = set.intersection(*(set(held) for held in held_by_node)) if held_by_node else set()
+    options = [
+        Option(record.epoch, record.time_ms, record.save_id, record.tag, is_committed=True)
+        for record in committed
+    ]
+    for save_id in common - set(by_id):
+        save = held_by_node[0][save_id]
+        epoch = epochs.get(save.attempt, newest_epoch)
+        options.append(Option(epoch, save.time_ms, save_id, save.tag, is_committed=False))
+    return sorted(options, key=lambda o: (o.epoch, o.time_ms, o.save_id), reverse=True)
+
+
+def _try(
+    hook: Hook,
+    session: Session,
+    place: Place,
+    url: str | None,
+    option: Option,
+    held: Mapping[str, Held],
+    patience: float,
+) -> list[str]:
+    """Have one save on every node, verified; returns why not, the same on all ranks."""
+    error = ""
+    if session.is_leader:
+        try:
+            error = _obtain(hook, place, url, option, held)
+        except Exception as failure:  # noqa: BLE001 - the other ranks wait for this one's answer
+            error = reason_of(failure)
+    answers: list[str] = hook.exchange.gather(f"resume: {option.save_id}", error, timeout=patience)
+    return [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
+
+
+def _obtain(
+    hook: Hook, place: Place, url: str | None, option: Option, held: Mapping[str, Held]
+) -> str:
+    mine = held.get(option.save_id)
+    if mine is not None and local.is_whole(place, mine):
+        return ""
+    if not option.is_committed or url is None:
+        return f"the files on {place.volume.path} are not those of its manifest"
+    from ds_ckpt_hook import remote
+
+    logger.info("restoring %r from %s", option.tag, url)
+    volume = Volume(place.save_dir, place.volume.fs)
+    volume.fs.make_folder(volume.path)
+    remote.restore(url, volume, option.save_id, hook.clock, hook.rng)
+    return ""
+
+
+def _settle(
+    hook: Hook, session: Session, place: Place, agreed: Option | None, patience: float
+) -> None:
+    """Leave on every volume what the ranks agreed on, and nothing else to load by mistake."""
+    error = ""
+    if session.is_leader:
+        try:
+            now_ms = int(hook.clock.time() * 1000)
+            held = agreed.held if agreed is not None else None
+            for sentence in local.set_aside(session, place, held, now_ms):
+                logger.warning("%s", sentence)
+            if agreed is not None:
+                local.point(place, agreed.tag)
+        except (CkptError, OSError) as failure:
+            error = f"{place.save_dir} cannot be made ready: {reason_of(failure)}"
+    answers: list[str] = hook.exchange.gather("resume: ready", error, timeout=patience)
+    problems = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
+    if problems:
+        raise AgreementError("; ".join(problems[:8]))

@@ -1,0 +1,278 @@
+"""``after_save``: what happens on the training thread between two steps.
+
+It lists files, exchanges one message with the other ranks and makes hard links; checksums and
+publication follow in the background. Whatever goes wrong is said once as a warning, the save is
+not published, and training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ds_ckpt_hook import deepspeed_files, engines, links
+from ds_ckpt_hook.core import Hook, SaveState, reason_of
+from ds_ckpt_hook.errors import NotPublishedError
+from ds_ckpt_hook.feedback import Save, wait_for
+from ds_ckpt_hook.plan import Plan, Report, make_plan
+from ds_ckpt_hook.publishing import Job
+from ds_ckpt_hook.session import Session, newest_committed_ms
+from ds_ckpt_hook.settings import Place
+from ds_ckpt_store.contract import names
+from ds_ckpt_store.contract.clock import fresh_token
+from ds_ckpt_store.errors import CkptError
+
+logger = logging.getLogger("ds_ckpt_hook")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of ``after_save``, with the step that the engine had then."""
+
+    engine: Any
+    tag: object
+    save_dir: str | os.PathLike[str] | None
+    step: int | None
+    kind: str
+    metrics: dict[str, float | None]
+    pin: bool
+
+
+def after_save(
+    hook: Hook,
+    engine: Any,
+    tag: object = None,
+    *,
+    save_dir: str | os.PathLike[str] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    kind: str = "checkpoint",
+    pin: bool = False,
+    wait: bool = False,
+    strict: bool = False,
+) -> Save:
+    """See :func:`ds_ckpt_hook.after_save`."""
+    began = hook.clock.monotonic()
+    state = SaveState(tag=str(tag))
+    hook.saves.append(state)
+    try:
+        hook.catch_up()
+        request = _request(engine, tag, save_dir, metrics, kind, pin)
+        state.tag = _shown_tag(request)
+        if not engines.refusal(engine) and not engines.is_finished(engine):
+            _take_later(hook, request, state)
+        else:
+            _take(hook, request, state)
+    except Exception as error:
+        _report(state, error)
+        if strict:
+            raise (
+                error
+                if isinstance(error, CkptError)
+                else NotPublishedError(f"tag {state.tag!r}: {reason_of(error)}")
+            ) from error
+    finally:
+        state.held_seconds += hook.clock.monotonic() - began
+        if state.session is not None:
+            state.session.note_held(state.held_seconds)
+    save = Save(hook, state)
+    if wait and not state.reason:
+        status = wait_for(hook, [state], None)[0]
+        if strict and not status.durable:
+            raise NotPublishedError(f"tag {state.tag!r} is {status.state}: {status.reason}")
+    return save
+
+
+def _request(
+    engine: Any,
+    tag: object,
+    save_dir: str | os.PathLike[str] | None,
+    metrics: Mapping[str, float] | None,
+    kind: str,
+    pin: bool,
+) -> Request:
+    step = getattr(engine, "global_steps", None)
+    return Request(
+        engine=engine,
+        tag=tag,
+        save_dir=save_dir,
+        step=step if isinstance(step, int) else None,
+        kind=str(kind),
+        metrics={str(name): _number(value) for name, value in (metrics or {}).items()},
+        pin=bool(pin),
+    )
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _shown_tag(request: Request) -> str:
+    return f"global_step{request.step}" if request.tag is None else str(request.tag)
+
+
+def _report(state: SaveState, error: Exception) -> None:
+    state.reason = reason_of(error)
+    if state.session is not None:
+        state.session.note_skipped(f"{state.tag}: {state.reason}")
+    logger.warning(
+        "tag %r is not published: %s",
+        state.tag,
+        state.reason,
+        exc_info=not isinstance(error, (CkptError, OSError)),
+    )
+
+
+def _take_later(hook: Hook, request: Request, state: SaveState) -> None:
+    """Remember a save whose files come at the next optimizer step."""
+    state.waiting_for_engine = True
+
+    def take() -> bool:
+        if not state.waiting_for_engine:
+            return True
+        if not engines.is_finished(request.engine):
+            return False
+        state.waiting_for_engine = False
+        began = hook.clock.monotonic()
+        try:
+            _take(hook, request, state)
+        except Exception as error:  # noqa: BLE001 - training goes on
+            _report(state, error)
+        held = hook.clock.monotonic() - began
+        state.held_seconds += held
+        if state.session is not None:
+            state.session.note_held(held)
+        return True
+
+    hook.unfinished.append(take)
+    engines.call_before_forward(request.engine, take)
+
+
+def _take(hook: Hook, request: Request, state: SaveState) -> None:
+    """Agree with all ranks, protect this rank's files, and leave the rest to the worker.
+
+    Raises:
+        HookError: nobody publishes this save; the same on all ranks.
+    """
+    place, problem = hook.locate(request.save_dir)
+    session = hook.session(place, problem)
+    state.session = session
+    session.follow(request.engine)
+    session.start_heartbeat()
+    report = _look(hook, session, place, request)
+    reports: list[Report] = hook.exchange.gather("save", report)
+    plan = make_plan(reports)
+    session.newest_ms = plan.time_ms
+    state.save_id = plan.save_id
+    assert place is not None  # noqa: S101 - a rank without a place has said so in its report
+    hook.worker.submit(_protect(session, place, request, plan, state))
+
+
+def _look(hook: Hook, session: Session, place: Place | None, request: Request) -> Report:
+    """What this rank says of the save; never raises, because every rank must say something."""
+    facts: dict[str, Any] = {
+        "rank": session.rank,
+        "node": session.node,
+        "host": session.host,
+        "newest_ms": session.newest_ms,
+        "now_ms": int(hook.clock.time() * 1000),
+        "token": fresh_token(hook.rng),
+    }
+    try:
+        facts |= _find(session, place, request)
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's report
+        facts["error"] = reason_of(error)
+    return Report(**facts)
+
+
+def _find(session: Session, place: Place | None, request: Request) -> dict[str, Any]:
+    """Tag and files of the save, as fields of a report.
+
+    Raises:
+        NotPublishedError, TagError, OSError: this rank cannot vouch for its part.
+    """
+    if refused := engines.refusal(request.engine):
+        raise NotPublishedError(refused)
+    if place is None:
+        raise NotPublishedError("it knows no folder: pass save_dir, or set DS_CKPT_DIR")
+    tag = names.check_tag(_shown_tag(request))
+    folder = f"{place.save_dir}/{tag}"
+    fs, cutoff = session.volume.fs, session.younger_than_ns
+    wanted = deepspeed_files.expected(request.engine, place.save_dir, tag)
+    claims, missing = deepspeed_files.claim(fs, folder, wanted, cutoff)
+    if missing:
+        raise NotPublishedError("; ".join(missing[:4]))
+    found: dict[str, Any] = {
+        "tag": tag,
+        "root": place.root,
+        "claims": {path: state.size for path, state in claims.items()},
+    }
+    if session.is_leader:
+        listed = deepspeed_files.listing(fs, folder, cutoff, session.taken, tag)
+        for path, state in listed.items():
+            session.taken[f"{folder}/{path}"] = (tag, state.identity)
+        found["listing"] = {path: state.size for path, state in listed.items()}
+        found["newest_ms"] = max(session.newest_ms, newest_committed_ms(session.volume))
+    return found
+
+
+def _protect(session: Session, place: Place, request: Request, plan: Plan, state: SaveState) -> Job:
+    """Link this rank's files; a failure goes into its piece, where its node's leader finds it."""
+    fs = session.volume.fs
+    folder = f"{place.save_dir}/{plan.tag}"
+    target = session.volume.link_folder(plan.save_id)
+    kept: list[links.Kept] = []
+    beside: list[links.Kept] = []
+    error = ""
+    try:
+        for path in plan.work_of(session.node, session.rank):
+            links.widen(place.volume.path, os.path.dirname(f"{folder}/{path}"))
+            kept.append(links.keep(fs, folder, path, target))
+        if session.rank == 0:
+            beside = _companions(session, place, target)
+    except (CkptError, OSError) as failure:
+        error = str(failure)
+
+    def done(reason: str) -> None:
+        state.reason = reason
+
+    return Job(
+        session=session,
+        plan=plan,
+        root=place.root,
+        step=request.step,
+        kind=request.kind,
+        metrics=request.metrics,
+        pin=request.pin,
+        files=kept,
+        companions=beside,
+        error=error,
+        done=done,
+    )
+
+
+def _companions(session: Session, place: Place, target: str) -> list[links.Kept]:
+    # The next save writes these scripts again in place, so a link would not keep them.
+    fs = session.volume.fs
+    found = deepspeed_files.companions(fs, place.save_dir, session.younger_than_ns)
+    kept = []
+    for name in found:
+        with contextlib.suppress(CkptError, OSError):
+            kept.append(
+                links.copy_small(
+                    fs,
+                    place.save_dir,
+                    name,
+                    f"{target}/{names.COMPANIONS_DIR}",
+                    deepspeed_files.MAX_COMPANION,
+                )
+            )
+    return kept

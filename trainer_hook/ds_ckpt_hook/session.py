@@ -1,0 +1,307 @@
+"""One volume in one attempt, as this process sees it: who shares it, and the trainer's heartbeat.
+
+A session begins with a handshake of all ranks, because nothing about a cluster can be guessed:
+which ranks share a volume shows in its node id, and which times were used before shows only on
+the volumes. Global rank 0 names run and attempt. The lowest rank on a volume is the node's
+leader; before any rank may write, it clears what an earlier attempt left.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import socket
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from ds_ckpt_hook import deepspeed_files
+from ds_ckpt_hook.errors import NotPublishedError
+from ds_ckpt_hook.exchange import Exchange
+from ds_ckpt_hook.settings import Place, Settings
+from ds_ckpt_store.contract import names
+from ds_ckpt_store.contract.clock import Clock, fresh_token
+from ds_ckpt_store.contract.manifest import TrainerStatus
+from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import CkptError
+
+logger = logging.getLogger("ds_ckpt_hook")
+
+HEARTBEAT_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What one rank says when a session begins."""
+
+    error: str = ""
+    node: str = ""
+    host: str = ""
+    newest_ms: int = 0
+    now_ms: int = 0
+    run_id: str = ""
+    attempt: str = ""
+    token: str = ""
+
+
+class Session:
+    """This process's part in one volume; made by :func:`begin`."""
+
+    def __init__(
+        self,
+        volume: Volume,
+        hellos: Sequence[Hello],
+        rank: int,
+        *,
+        clock: Clock,
+        younger_than_ns: int,
+    ) -> None:
+        self.volume = volume
+        self.rank = rank
+        self.world_size = len(hellos)
+        self.node = hellos[rank].node
+        self.host = hellos[rank].host
+        self.ranks = [other for other, hello in enumerate(hellos) if hello.node == self.node]
+        self.nodes = sorted({hello.node for hello in hellos})
+        self.leaders = {hello.node: rank for rank, hello in reversed(list(enumerate(hellos)))}
+        self.run_id = hellos[0].run_id
+        self.newest_ms = max(hello.newest_ms for hello in hellos)
+        # Sorts after every earlier attempt and save, whatever rank 0's clock says.
+        began_ms = max(hellos[0].now_ms, self.newest_ms + 1)
+        self.attempt = hellos[0].attempt or f"{began_ms:012x}-{hellos[0].token}"
+        self.younger_than_ns = younger_than_ns
+        self.taken: dict[str, tuple[str, tuple[int, int, int, int]]] = {}
+        self.parent: str | None = None
+        self._clock = clock
+        self._engine: Any = None
+        self._beat: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._error: str | None = None
+        self._skipped = 0
+        self._held_seconds = 0.0
+        self._complained = False
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank publishes for its node."""
+        return self.rank == self.ranks[0]
+
+    # ---- heartbeat
+
+    def follow(self, engine: Any) -> None:
+        """Report this engine's step from now on, without keeping it alive."""
+        self._engine = weakref.ref(engine)
+
+    def announce(self) -> None:
+        """Write this attempt over what an earlier one said, its finished mark included.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self.volume.write_trainer_status(self._status(finished=False))
+
+    def start_heartbeat(self) -> None:
+        """Say that the trainer lives, now and every few seconds; leaders only."""
+        if not self.is_leader or (self._beat is not None and self._beat.is_alive()):
+            return
+        self._stop.clear()
+        self._write()
+        self._beat = threading.Thread(target=self._run, name="ds_ckpt heartbeat", daemon=True)
+        self._beat.start()
+
+    def finish(self) -> None:
+        """Say, durably, that this trainer makes no further save; leaders only.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        if not self.is_leader:
+            return
+        self._stop.set()
+        if self._beat is not None:
+            self._beat.join()
+        with self._lock:
+            self.volume.write_trainer_status(self._status(finished=True))
+
+    def note_held(self, seconds: float) -> None:
+        """Add to the time that saves held the training thread."""
+        with self._lock:
+            self._held_seconds += seconds
+
+    def note_skipped(self, reason: str) -> None:
+        """A save was not published."""
+        with self._lock:
+            self._skipped += 1
+            self._error = reason[:2000]
+
+    def _run(self) -> None:
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            with self._lock:
+                if not self._stop.is_set():
+                    self.volume.write_trainer_status(self._status(finished=False))
+            self._complained = False
+        except OSError as error:
+            if not self._complained:
+                logger.warning("the trainer's heartbeat could not be written: %s", error)
+            self._complained = True
+
+    def _status(self, *, finished: bool) -> TrainerStatus:
+        engine = self._engine() if self._engine is not None else None
+        step = getattr(engine, "global_steps", None)
+        return TrainerStatus(
+            run_id=self.run_id,
+            attempt=self.attempt,
+            time=self._clock.time(),
+            step=step if isinstance(step, int) else None,
+            finished=finished,
+            nodes=self.nodes,
+            resumed_from=self.parent,
+            error=self._error,
+            skipped_saves=self._skipped,
+            held_seconds=self._held_seconds,
+        )
+
+
+def begin(
+    place: Place | None,
+    problem: str,
+    exchange: Exchange,
+    settings: Settings,
+    *,
+    attempt: str,
+    clock: Clock,
+    rng: random.Random,
+    started: float,
+) -> Session:
+    """Shake hands with all ranks.
+
+    Args:
+        place: where this rank saves; None if it does not know, and ``problem`` says why.
+        problem: see ``place``.
+        exchange: the ranks.
+        settings: of this process.
+        attempt: the id of this start of the training if an earlier session made it, else empty.
+        clock: this machine's.
+        rng: source of ids.
+        started: when this process started, in seconds since the epoch.
+
+    Raises:
+        NotPublishedError: a rank has no usable volume; the same on all ranks.
+        ExchangeError: not all ranks took part.
+    """
+    hello, younger_than_ns = _hello(place, problem, settings, attempt, clock, rng, started)
+    hellos: list[Hello] = exchange.gather("handshake", hello)
+    problems = [f"rank {rank}: {hello.error}" for rank, hello in enumerate(hellos) if hello.error]
+    if problems or place is None:
+        raise NotPublishedError("; ".join(problems[:8]))
+    session = Session(
+        place.volume, hellos, exchange.rank, clock=clock, younger_than_ns=younger_than_ns
+    )
+    error = ""
+    if session.is_leader:
+        try:
+            clear_leftovers(session.volume)
+            session.announce()
+        except (OSError, CkptError) as failure:
+            error = f"what an earlier attempt left on {place.volume.path} cannot be cleared: "
+            error += str(failure)
+    errors = exchange.gather("handshake: volumes are clear", error)
+    problems = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+    if problems:
+        raise NotPublishedError("; ".join(problems[:8]))
+    session.start_heartbeat()
+    return session
+
+
+def _hello(
+    place: Place | None,
+    problem: str,
+    settings: Settings,
+    attempt: str,
+    clock: Clock,
+    rng: random.Random,
+    started: float,
+) -> tuple[Hello, int]:
+    if place is None:
+        return Hello(error=problem), 0
+    try:
+        volume = place.volume
+        if settings.directory is None:
+            volume.fs.make_folder(volume.path)
+        volume.prepare()
+        token = fresh_token(rng)
+        offset = deepspeed_files.filesystem_offset(volume.fs, volume.own, clock, token)
+        younger_than = started + offset - deepspeed_files.SLACK_SECONDS
+        hello = Hello(
+            node=volume.node_id(),
+            host=socket.gethostname(),
+            newest_ms=newest_known_ms(volume),
+            now_ms=int(clock.time() * 1000),
+            run_id=settings.run_id or os.path.basename(place.save_dir) or "run",
+            attempt=attempt,
+            token=token,
+        )
+    except (OSError, CkptError) as error:
+        return Hello(error=f"the volume {place.volume.path} cannot be used: {error}"), 0
+    return hello, int(younger_than * 1e9)
+
+
+def newest_known_ms(volume: Volume) -> int:
+    """The newest save time that anything on a volume tells of, in milliseconds; 0 if nothing."""
+    newest = [0]
+    for name in volume.manifests():
+        save_id = name.split(".", 1)[0]
+        if names.is_save_id(save_id):
+            newest.append(int(save_id.split("-")[0], 16))
+    newest.append(newest_committed_ms(volume))
+    try:
+        restored = volume.restored_from()
+    except CkptError as error:
+        logger.warning("%s is not readable, and is passed over: %s", volume.restored, error)
+    else:
+        newest.append(restored.time_ms if restored is not None else 0)
+    return max(newest)
+
+
+def newest_committed_ms(volume: Volume) -> int:
+    """The newest save time that this volume's sidecar saw committed; 0 if it says nothing."""
+    try:
+        status = volume.sidecar_status()
+    except (CkptError, OSError):
+        return 0
+    return status.newest_committed_ms if status is not None else 0
+
+
+def clear_leftovers(volume: Volume) -> None:
+    """Remove what an earlier attempt began and can no longer finish.
+
+    Its heartbeat and finished mark go when the new heartbeat is written over them.
+
+    Raises:
+        OSError: as the system says.
+    """
+    published = {name.split(".", 1)[0] for name in volume.manifests()}
+    for save_id in volume.fs.names(volume.pieces):
+        volume.fs.remove_tree(f"{volume.pieces}/{save_id}")
+    for save_id in volume.fs.names(volume.links):
+        if save_id not in published:
+            volume.fs.remove_tree(volume.link_folder(save_id))
+
+
+def process_started(clock: Clock) -> float:
+    """When this process started, in seconds since the epoch; now, if the system's answer is odd."""
+    now = clock.time()
+    try:
+        return min(now, psutil.Process().create_time())
+    except psutil.Error:
+        return now

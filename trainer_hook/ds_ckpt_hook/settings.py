@@ -1,0 +1,108 @@
+"""Settings of the hook, all from the environment that the pod's manifest gives the trainer.
+
+A training script then needs no setting at all; :func:`ds_ckpt_hook.configure` overrides single
+ones where a script knows better.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ds_ckpt_store.contract import names
+from ds_ckpt_store.contract.filesystem import Filesystem
+from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of the hook; times in seconds.
+
+    Attributes:
+        directory: ``DS_CKPT_DIR``, where the shared volume is mounted; save_dir if None.
+        run_id: ``DS_CKPT_RUN_ID``, the name of the training run over all its restarts; the name
+            of the save_dir if None. Global rank 0's value counts for all.
+        destination: ``DS_CKPT_DESTINATION``, the store's URL. Only ``agree_on_resume`` reads it.
+        exchange_timeout: ``DS_CKPT_TIMEOUT``, how long a rank waits for the others in one exchange.
+        publish_timeout: ``DS_CKPT_PUBLISH_TIMEOUT``, how long a node waits in the background for
+            the checksums of its ranks.
+        resume_timeout: ``DS_CKPT_RESUME_TIMEOUT``, how long ranks wait while others verify or
+            restore a checkpoint.
+    """
+
+    directory: str | None = None
+    run_id: str | None = None
+    destination: str | None = None
+    exchange_timeout: float = 120.0
+    publish_timeout: float = 1800.0
+    resume_timeout: float = 7200.0
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Settings:
+        """Read ``DS_CKPT_*``.
+
+        Raises:
+            SettingsError: a time is not a positive number; names the variable.
+        """
+        return cls(
+            directory=environ.get("DS_CKPT_DIR") or None,
+            run_id=environ.get("DS_CKPT_RUN_ID") or None,
+            destination=environ.get("DS_CKPT_DESTINATION") or None,
+            exchange_timeout=_seconds(environ, "DS_CKPT_TIMEOUT", cls.exchange_timeout),
+            publish_timeout=_seconds(environ, "DS_CKPT_PUBLISH_TIMEOUT", cls.publish_timeout),
+            resume_timeout=_seconds(environ, "DS_CKPT_RESUME_TIMEOUT", cls.resume_timeout),
+        )
+
+
+def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name)
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise SettingsError(f"{name}={text!r}: a number of seconds greater than 0 is needed")
+    return value
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a save lies: a volume, and save_dir relative to it (``"."`` for the volume itself)."""
+
+    volume: Volume
+    root: str
+
+    @property
+    def save_dir(self) -> str:
+        """Absolute path of save_dir."""
+        return self.volume.path if self.root == "." else f"{self.volume.path}/{self.root}"
+
+
+def locate(save_dir: str | os.PathLike[str] | None, settings: Settings, fs: Filesystem) -> Place:
+    """The volume of a save_dir: ``DS_CKPT_DIR`` if it lies in there, else save_dir itself.
+
+    Raises:
+        SettingsError: neither is given, or save_dir lies in a folder that is reserved.
+    """
+    chosen = save_dir if save_dir is not None else settings.directory
+    if chosen is None or not os.fspath(chosen):
+        raise SettingsError(
+            "no folder is known: pass save_dir, or set DS_CKPT_DIR to the shared volume"
+        )
+    path = os.path.realpath(chosen)
+    if settings.directory is not None:
+        volume = os.path.realpath(settings.directory)
+        if path == volume:
+            return Place(Volume(volume, fs), ".")
+        if path.startswith(f"{volume.rstrip('/')}/"):
+            root = os.path.relpath(path, volume)
+            try:
+                return Place(Volume(volume, fs), names.check_relative_path(root))
+            except Exception as error:
+                raise SettingsError(f"save_dir {path} cannot be used: {error}") from error
+    return Place(Volume(path, fs), ".")
