@@ -1,0 +1,164 @@
+"""What a store really does, found out at start, under ``.ds_ckpt/probe/``.
+
+Object stores promise what they do not do: some accept a wrong checksum in silence, some ignore
+conditions, some answer 412 to every If-Match. The protocol rests on three things, so they are
+tried for real before the first save: that changed bytes are refused, that of two creates one
+fails, and that a swap fails with a wrong version and succeeds with the right one. :func:`fit` then
+makes the store as strong as it can be, or refuses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ds_ckpt_store.contract.clock import fresh_token
+from ds_ckpt_store.errors import (
+    AmbiguousError,
+    NotFoundError,
+    PreconditionError,
+    RefusedError,
+    StoreError,
+    WeakStoreError,
+)
+from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, Proof, Store
+from ds_ckpt_store.stores.swap_by_create import SwapByCreate, has_versions
+
+PROBE = ".ds_ckpt/probe/"
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found.
+
+    Attributes:
+        proof: the strongest proof that refused a changed body.
+        conditional_create: the second of two creates failed, and changed nothing.
+        swap: a swap with a wrong version failed and changed nothing, one with the right succeeded.
+        notes: what else a person should know, as sentences.
+    """
+
+    proof: Proof
+    conditional_create: bool
+    swap: bool
+    notes: tuple[str, ...] = ()
+
+    def describe(self) -> str:
+        """One line for the log."""
+        create = "yes" if self.conditional_create else "no"
+        swap = "yes" if self.swap else "by numbered versions" if self.conditional_create else "no"
+        facts = f"proof {self.proof.value}, conditional create {create}, swap {swap}"
+        return "; ".join((facts, *self.notes))
+
+
+def probe(store: Store, rng: random.Random) -> Findings:
+    """Try proofs, conditional create and swap. Leaves the store's proof as it was.
+
+    Raises:
+        StoreError: the store cannot be used at all: not reached, no access, no bucket. Then ask
+            again later; nothing is concluded from a failure.
+    """
+    under = f"{PROBE}{fresh_token(rng)}/"
+    notes: list[str] = []
+    proof = _strongest(store, under + "proof", notes)
+    with _removing(store, under + "create"):
+        create = store.capabilities.conditional_create and _creates(store, under + "create", rng)
+    with _removing(store, under + "swap"):
+        swap = store.capabilities.swap and _swaps(store, under + "swap", rng)
+    if create and not swap:
+        notes.append("swaps are made of creates")
+    return Findings(proof, create, swap, tuple(notes))
+
+
+def fit(store: Store, findings: Findings, *, allow_weak: bool = False) -> Store:
+    """The store, made to do what the protocol needs.
+
+    Args:
+        store: the store that was probed.
+        findings: what the probe found.
+        allow_weak: accept a store without conditional create; one node alone must then point,
+            retain and collect.
+
+    Raises:
+        WeakStoreError: it has no conditional create, and that was not allowed.
+    """
+    store.use_proof(findings.proof)
+    if not findings.conditional_create:
+        if allow_weak:
+            return store
+        raise WeakStoreError(
+            f"{store.url} has no conditional create: a second put with If-None-Match was accepted, "
+            f"so two sidecars could both decide a save. Use a store that honours conditional "
+            f"writes (AWS S3, Ceph, SeaweedFS, MinIO since 2024, a file:// folder), or allow a "
+            f"weak store by setting if one node alone uses this prefix"
+        )
+    if findings.swap and not has_versions(store):
+        return store
+    return SwapByCreate(store)  # also if the server learned to swap after we began with versions
+
+
+def _strongest(store: Store, key: str, notes: list[str]) -> Proof:
+    for proof in store.capabilities.proofs:
+        if store.refuses_corruption(proof, key):
+            return proof
+        notes.append(f"{proof.value} proves nothing here")
+    return Proof.READ_BACK
+
+
+def _creates(store: Store, key: str, rng: random.Random) -> bool:
+    first, second = _body(rng), _body(rng)
+    try:
+        store.put(key, BytesSource(first), condition=IfAbsent())
+    except (RefusedError, PreconditionError):
+        return False
+    return _fails(lambda: store.put(key, BytesSource(second), condition=IfAbsent())) and _holds(
+        store, key, first
+    )
+
+
+def _swaps(store: Store, key: str, rng: random.Random) -> bool:
+    first, second, third, fourth = (_body(rng) for _ in range(4))
+    store.put(key, BytesSource(first))
+    old = store.get(key)[1].version
+    store.put(key, BytesSource(second))
+    new = store.get(key)[1].version
+    if not _fails(lambda: store.put(key, BytesSource(third), condition=IfVersion(old))):
+        return False
+    if not _holds(store, key, second):
+        return False
+    try:
+        store.put(key, BytesSource(fourth), condition=IfVersion(new))
+    except (PreconditionError, RefusedError):
+        return False  # a lost answer is raised: two sidecars must not come to different findings
+    return _holds(store, key, fourth)
+
+
+def _fails(write: Callable[[], object]) -> bool:
+    """Whether a conditional write is refused; 409 for 412 is no difference here."""
+    try:
+        write()
+    except (PreconditionError, AmbiguousError, RefusedError):
+        return True
+    return False
+
+
+def _holds(store: Store, key: str, data: bytes) -> bool:
+    try:
+        return store.get(key)[0] == data
+    except NotFoundError:
+        return False
+
+
+def _body(rng: random.Random) -> bytes:
+    return f"probe of ds-ckpt-sidecar {fresh_token(rng)}\n".encode()
+
+
+@contextlib.contextmanager
+def _removing(store: Store, key: str) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with contextlib.suppress(StoreError):
+            store.delete(key)

@@ -1,0 +1,262 @@
+"""Retries: what may heal by itself is tried again, and nothing else.
+
+A decorator around any store. It knows which calls may be repeated without harm:
+
+- Reads, listings and deletes may always be repeated; so may writes without a condition, because a
+  key that is written so gets the same bytes each time.
+- A put with a condition, and the completion of an upload, are repeated only if the store said that
+  it did *not* apply them. After an :class:`AmbiguousError` a repetition might lose to itself, so
+  the error goes to the caller, who reads and decides.
+
+A read goes on at the byte where it broke, and hands no byte over twice. Waits grow, with full
+jitter, so that many sidecars do not return at once; a store that throttles is given more time.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import tenacity
+
+from ds_ckpt_store.contract.clock import Clock
+from ds_ckpt_store.errors import AmbiguousError, ThrottledError, TransientError
+from ds_ckpt_store.stores.port import (
+    Capabilities,
+    Condition,
+    ObjectInfo,
+    Part,
+    Proof,
+    Sink,
+    Source,
+    Store,
+    Upload,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How long to go on; times in seconds.
+
+    Attributes:
+        tries: calls in all, the first one counted.
+        deadline: no new call is made later than this after the first.
+        base: bound of the first wait; each further bound is twice the one before.
+        longest: bound of any wait.
+        throttled: factor on all bounds while the store throttles.
+    """
+
+    tries: int = 8
+    deadline: float = 120.0
+    base: float = 0.2
+    longest: float = 20.0
+    throttled: float = 4.0
+
+
+@dataclass(frozen=True)
+class Retry:
+    """One call that will be made again.
+
+    Attributes:
+        error: why; it names operation and key.
+        tries: calls made so far.
+        elapsed: seconds since the first call.
+        wait: seconds until the next.
+    """
+
+    error: TransientError
+    tries: int
+    elapsed: float
+    wait: float
+
+
+class RetryStore:
+    """A store that tries again.
+
+    Args:
+        store: the store that may fail.
+        clock: for waiting and for the deadline.
+        rng: for jitter.
+        policy: how long to go on.
+        on_retry: called before each wait; for logs and metrics. Must not raise.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        rng: random.Random,
+        *,
+        policy: RetryPolicy | None = None,
+        on_retry: Callable[[Retry], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._rng = rng
+        self._policy = policy or RetryPolicy()
+        self._on_retry = on_retry
+
+    # ---- passed on
+
+    @property
+    def url(self) -> str:
+        """Of the store within."""
+        return self._store.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Of the store within."""
+        return self._store.capabilities
+
+    @property
+    def proof(self) -> Proof:
+        """Of the store within."""
+        return self._store.proof
+
+    def use_proof(self, proof: Proof) -> None:
+        """Passed on."""
+        self._store.use_proof(proof)
+
+    def close(self) -> None:
+        """Passed on."""
+        self._store.close()
+
+    # ---- may always be repeated
+
+    def refuses_corruption(self, proof: Proof, key: str) -> bool:
+        """Repeated as a whole."""
+        return self._retry(lambda: self._store.refuses_corruption(proof, key))
+
+    def get(self, key: str) -> tuple[bytes, ObjectInfo]:
+        """Repeated."""
+        return self._retry(lambda: self._store.get(key))
+
+    def head(self, key: str) -> ObjectInfo:
+        """Repeated."""
+        return self._retry(lambda: self._store.head(key))
+
+    def read(self, key: str, offset: int, length: int, sink: Sink) -> None:
+        """Continued at the byte where it broke; the count of tries starts anew with progress."""
+        done = 0
+
+        def counting(view: memoryview) -> None:
+            nonlocal done
+            size = len(view)
+            sink(view)
+            done += size
+
+        def attempt() -> bool:
+            before = done
+            try:
+                self._store.read(key, offset + done, length - done, counting)
+            except TransientError:
+                if done == before:
+                    raise
+                return False
+            return True
+
+        while not self._retry(attempt):
+            pass
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Begun anew after a failure, and continued after the last key that was handed over."""
+        yield from self._resumed(self._store.list, prefix, lambda info: info.key.encode())
+
+    def uploads(self, prefix: str) -> Iterator[Upload]:
+        """Taken whole, because uploads come in no order that could be continued."""
+        yield from self._retry(lambda: tuple(self._store.uploads(prefix)))
+
+    def delete(self, key: str) -> None:
+        """Repeated."""
+        self._retry(lambda: self._store.delete(key))
+
+    def begin(self, key: str, size: int, metadata: Mapping[str, str]) -> Upload:
+        """Repeated; an upload whose answer was lost is found by :meth:`uploads` and collected."""
+        return self._retry(lambda: self._store.begin(key, size, metadata))
+
+    def put_part(self, upload: Upload, number: int, source: Source) -> Part:
+        """Repeated: a part sent again replaces itself."""
+        return self._retry(lambda: self._store.put_part(upload, number, source))
+
+    def parts(self, upload: Upload) -> dict[int, tuple[int, str]]:
+        """Repeated."""
+        return self._retry(lambda: self._store.parts(upload))
+
+    def abort(self, upload: Upload) -> None:
+        """Repeated."""
+        self._retry(lambda: self._store.abort(upload))
+
+    # ---- repeated only if the store did not apply them
+
+    def put(self, key: str, source: Source, *, condition: Condition = None) -> ObjectInfo:
+        """Repeated; with a condition, not after an answer that was lost."""
+        return self._retry(
+            lambda: self._store.put(key, source, condition=condition),
+            ambiguous=condition is None,
+        )
+
+    def complete(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+        """Repeated, but not after an answer that was lost."""
+        return self._retry(lambda: self._store.complete(upload, parts), ambiguous=False)
+
+    # ---- how
+
+    def _resumed(
+        self,
+        listing: Callable[[str], Iterator[ObjectInfo]],
+        prefix: str,
+        order: Callable[[ObjectInfo], bytes],
+    ) -> Iterator[ObjectInfo]:
+        last: bytes | None = None
+        source = listing(prefix)
+
+        def following() -> ObjectInfo | None:
+            nonlocal source
+            try:
+                return next((info for info in source if last is None or order(info) > last), None)
+            except TransientError:
+                source = listing(prefix)
+                raise
+
+        while (info := self._retry(following)) is not None:
+            last = order(info)
+            yield info
+
+    def _retry(self, call: Callable[[], T], *, ambiguous: bool = True) -> T:
+        started = self._clock.monotonic()
+
+        def may_heal(error: BaseException) -> bool:
+            return isinstance(error, TransientError) and (
+                ambiguous or not isinstance(error, AmbiguousError)
+            )
+
+        def is_over(state: tenacity.RetryCallState) -> bool:
+            late = self._clock.monotonic() - started + state.upcoming_sleep > self._policy.deadline
+            return late or state.attempt_number >= self._policy.tries
+
+        def report(state: tenacity.RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome else None
+            if self._on_retry is not None and isinstance(error, TransientError):
+                elapsed = self._clock.monotonic() - started
+                self._on_retry(Retry(error, state.attempt_number, elapsed, state.upcoming_sleep))
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(may_heal),
+            stop=is_over,
+            wait=self._wait,
+            before_sleep=report,
+            sleep=self._clock.sleep,
+            reraise=True,
+        )
+        return retrying(call)
+
+    def _wait(self, state: tenacity.RetryCallState) -> float:
+        policy = self._policy
+        bound = min(policy.longest, policy.base * 2 ** (state.attempt_number - 1))
+        if state.outcome is not None and isinstance(state.outcome.exception(), ThrottledError):
+            bound *= policy.throttled
+        return self._rng.uniform(0, bound)

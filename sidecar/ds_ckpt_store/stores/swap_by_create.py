@@ -1,0 +1,238 @@
+"""Compare-and-swap for a store that can only create: versions as objects of their own.
+
+The protocol swaps a few small objects: lease, pointer, records. Some S3s (Ceph before 19, Swift)
+honour If-None-Match but not If-Match. Here every object that is written with a condition is a row
+of objects ``.ds_ckpt/versions/<key>/<number>``, each created if absent; the highest number is what
+the object holds, and its number is the version token.
+
+Why this is a swap:
+
+- A writer that read version n writes by creating n + 1. Of all who read n, the store lets exactly
+  one create it. So a version follows the one that its writer read, without gaps.
+- Nothing is ever written over, so what was read under a number stays what it was.
+- Old versions are removed only when they are more than :data:`KEPT` below the highest. Whoever
+  would create such a number again (a very late request) creates something that is not the highest:
+  nobody reads it. The writer is told that it lost, because after its create it lists once more.
+- A create whose answer was lost is as ambiguous as any conditional put: the caller reads the
+  object, and sees its own nonce or another's.
+
+After a swap the plain key is refreshed, so that any tool finds ``latest`` where it looks. That copy
+may be one swap behind if the writer dies in between; here it is read only if there are no versions
+(an object that somebody else put there), and then its version token is ``0``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+
+from ds_ckpt_store.errors import NotFoundError, PreconditionError, StoreError
+from ds_ckpt_store.stores.port import (
+    BytesSource,
+    Capabilities,
+    Condition,
+    IfAbsent,
+    IfVersion,
+    ObjectInfo,
+    Part,
+    Proof,
+    Sink,
+    Source,
+    Store,
+    Upload,
+)
+
+VERSIONS = ".ds_ckpt/versions/"
+KEPT = 1000
+DIGITS = 12
+
+
+class SwapByCreate:
+    """A store with swap, made of one with conditional create.
+
+    Args:
+        store: a store that honours :class:`IfAbsent`.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    # ---- passed on
+
+    @property
+    def url(self) -> str:
+        """Of the store within."""
+        return self._store.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Of the store within, and swap."""
+        return dataclasses.replace(self._store.capabilities, swap=True)
+
+    @property
+    def proof(self) -> Proof:
+        """Of the store within."""
+        return self._store.proof
+
+    def use_proof(self, proof: Proof) -> None:
+        """Passed on."""
+        self._store.use_proof(proof)
+
+    def refuses_corruption(self, proof: Proof, key: str) -> bool:
+        """Passed on."""
+        return self._store.refuses_corruption(proof, key)
+
+    def begin(self, key: str, size: int, metadata: Mapping[str, str]) -> Upload:
+        """Passed on: what is uploaded in parts is never swapped."""
+        return self._store.begin(key, size, metadata)
+
+    def put_part(self, upload: Upload, number: int, source: Source) -> Part:
+        """Passed on."""
+        return self._store.put_part(upload, number, source)
+
+    def parts(self, upload: Upload) -> dict[int, tuple[int, str]]:
+        """Passed on."""
+        return self._store.parts(upload)
+
+    def complete(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
+        """Passed on."""
+        return self._store.complete(upload, parts)
+
+    def abort(self, upload: Upload) -> None:
+        """Passed on."""
+        self._store.abort(upload)
+
+    def uploads(self, prefix: str) -> Iterator[Upload]:
+        """Passed on."""
+        return self._store.uploads(prefix)
+
+    def close(self) -> None:
+        """Passed on."""
+        self._store.close()
+
+    # ---- writing
+
+    def put(self, key: str, source: Source, *, condition: Condition = None) -> ObjectInfo:
+        """Create the next version if the condition holds; plain if the key has no versions."""
+        numbers = self._numbers(key)
+        highest = max(numbers, default=0)
+        if condition is None:
+            if highest == 0:
+                return self._store.put(key, source)
+            return self._put_over(key, source)
+        if isinstance(condition, IfAbsent) and (highest or self._is_plain(key)):
+            raise PreconditionError("put", key, "exists")
+        if isinstance(condition, IfVersion) and (
+            condition.version != str(highest) or (highest == 0 and not self._is_plain(key))
+        ):
+            raise PreconditionError("put", key, f"has version {highest}, not {condition.version!r}")
+        info = self._create(key, highest + 1, source)
+        with contextlib.suppress(StoreError):  # the next swap prunes what is left
+            for number in numbers:
+                if number <= highest + 1 - KEPT:
+                    self._store.delete(_name(key, number))
+        return info
+
+    def _create(self, key: str, number: int, source: Source) -> ObjectInfo:
+        try:
+            info = self._store.put(_name(key, number), source, condition=IfAbsent())
+        except PreconditionError as error:
+            raise PreconditionError("put", key, f"version {number} exists") from error
+        if number <= max(self._numbers(key), default=0) - KEPT:
+            raise PreconditionError("put", key, f"version {number} came too late")
+        with contextlib.suppress(StoreError):  # the swap is decided; the copy can wait for the next
+            self._refresh(key)
+        return _as(key, number, info)
+
+    def _put_over(self, key: str, source: Source) -> ObjectInfo:
+        """Write over whatever version there is."""
+        while True:
+            with contextlib.suppress(PreconditionError):
+                return self._create(key, max(self._numbers(key), default=0) + 1, source)
+
+    def _refresh(self, key: str) -> None:
+        """Copy the highest version to the plain key, until it is still the highest afterwards."""
+        copied = 0
+        while (highest := max(self._numbers(key), default=0)) > copied:
+            data, _ = self._store.get(_name(key, highest))
+            self._store.put(key, BytesSource(data))
+            copied = highest
+
+    def delete(self, key: str) -> None:
+        """Remove the plain copy, then the versions, the highest last, so that none older shows."""
+        numbers = self._numbers(key)
+        self._store.delete(key)
+        for number in sorted(numbers):
+            self._store.delete(_name(key, number))
+
+    # ---- reading
+
+    def get(self, key: str) -> tuple[bytes, ObjectInfo]:
+        """The highest version."""
+        number, name = self._current(key)
+        data, info = self._store.get(name)
+        return data, _as(key, number, info)
+
+    def head(self, key: str) -> ObjectInfo:
+        """The highest version."""
+        number, name = self._current(key)
+        return _as(key, number, self._store.head(name))
+
+    def read(self, key: str, offset: int, length: int, sink: Sink) -> None:
+        """A range of the highest version."""
+        self._store.read(self._current(key)[1], offset, length, sink)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Objects with versions, each once as its highest, and those without."""
+        highest: dict[str, ObjectInfo] = {}
+        for info in self._store.list(VERSIONS + prefix):
+            key, _, number = info.key.removeprefix(VERSIONS).rpartition("/")
+            if _is_number(number):
+                highest[key] = _as(key, int(number), info)
+        plain = (
+            _as(info.key, 0, info)
+            for info in self._store.list(prefix)
+            if info.key not in highest and not info.key.startswith(VERSIONS)
+        )
+        versioned = sorted(highest.values(), key=_order)
+        yield from heapq.merge(plain, versioned, key=_order)
+
+    def _current(self, key: str) -> tuple[int, str]:
+        """(number, name) of the highest version; (0, key) if there is none."""
+        highest = max(self._numbers(key), default=0)
+        return highest, _name(key, highest) if highest else key
+
+    def _numbers(self, key: str) -> Sequence[int]:
+        inside = f"{VERSIONS}{key}/"
+        names = (info.key.removeprefix(inside) for info in self._store.list(inside))
+        return [int(name) for name in names if _is_number(name)]
+
+    def _is_plain(self, key: str) -> bool:
+        try:
+            self._store.head(key)
+        except NotFoundError:
+            return False
+        return True
+
+
+def has_versions(store: Store) -> bool:
+    """Whether somebody wrote to this store through :class:`SwapByCreate`: then read through it."""
+    return next(store.list(VERSIONS), None) is not None
+
+
+def _name(key: str, number: int) -> str:
+    return f"{VERSIONS}{key}/{number:0{DIGITS}d}"
+
+
+def _is_number(text: str) -> bool:
+    return len(text) == DIGITS and text.isdecimal() and text.isascii()
+
+
+def _as(key: str, number: int, info: ObjectInfo) -> ObjectInfo:
+    return dataclasses.replace(info, key=key, version=str(number))
+
+
+def _order(info: ObjectInfo) -> bytes:
+    return info.key.encode()
