@@ -160,7 +160,6 @@ class Uploader:
 
         def finish(result: Stored) -> None:
             log.add_stored(result.key, result.version)
-            log.forget(result.key)
             results[result.key] = result
             stored(result)
 
@@ -290,7 +289,7 @@ class _ShardUpload:
                     return upload, plan, logged
                 yield from self._drop()
         plan = plan_parts(shard.size, limits, self._part_size)
-        metadata = {"crc32c": to_hex(shard.crc32c)}
+        metadata = {"crc32c": to_hex(shard.crc32c), "part_size": str(plan.part_size)}
         [upload] = yield [Job(partial(self._store.begin, shard.key, shard.size, metadata))]
         log.begin(shard.key, upload, plan.part_size)
         return upload, plan, {}

@@ -27,13 +27,13 @@ class UploadLog(Protocol):
         """A part was sent; it takes the place of an earlier one of that number."""
 
     def forget(self, key: str) -> None:
-        """The upload is over."""
+        """The upload is over, and nothing of it counts any more."""
 
     def stored(self, key: str) -> str | None:
         """The version of the object, if it was verified before."""
 
     def add_stored(self, key: str, version: str) -> None:
-        """The object was verified in this version."""
+        """The object was verified in this version; its upload is over."""
 
 
 class MemoryUploadLog:
@@ -62,14 +62,16 @@ class MemoryUploadLog:
         self._parts.setdefault(key, {})[part.number] = part
 
     def forget(self, key: str) -> None:
-        """The upload is over."""
+        """The upload is over, and nothing of it counts any more."""
         self._uploads.pop(key, None)
         self._parts.pop(key, None)
+        self._stored.pop(key, None)
 
     def stored(self, key: str) -> str | None:
         """The version of the object, if it was verified before."""
         return self._stored.get(key)
 
     def add_stored(self, key: str, version: str) -> None:
-        """The object was verified in this version."""
+        """The object was verified in this version; its upload is over."""
+        self.forget(key)
         self._stored[key] = version
