@@ -259,6 +259,9 @@ class Catalog:
                     return Lease(epoch, False, self.store_time(node))
                 attempts = owner_now.attempts
                 unfinished = set(owner_now.unfinished) | {node}
+            elif _is_earlier(attempt, owner_now.attempt):
+                # A save that an earlier attempt left behind: it must not outrank later ones.
+                return Lease(_epoch_before(attempt, owner_now), False, self.store_time(node))
             else:
                 epoch, attempts = owner_now.epoch + 1, owner_now.attempts
                 unfinished = set(nodes) | {node}
@@ -312,9 +315,14 @@ class Catalog:
             if self._write(key, intent, IfAbsent()) is not None:
                 return intent
 
-    def intents(self) -> list[Intent]:
-        """Every intent, oldest first."""
-        return [found[0] for key in self._keys(_SAVES) if (found := self._read(key, Intent))]
+    def undecided(self) -> list[Intent]:
+        """Intents without a record, oldest first."""
+        decided = {key[len(_RECORDS) :] for key in self._keys(_RECORDS)}
+        return [
+            found[0]
+            for key in self._keys(_SAVES)
+            if key[len(_SAVES) :] not in decided and (found := self._read(key, Intent))
+        ]
 
     def put_receipt(self, receipt: Receipt) -> None:
         """Say what this node has stored; the same bytes however often it is said."""
@@ -573,3 +581,14 @@ class Catalog:
             except NotFoundError:
                 return None
             return info if stored == data else None
+
+
+def _is_earlier(attempt: str, than: str) -> bool:
+    """Whether an attempt began before another; their ids have the form of save ids."""
+    return names.is_save_id(attempt) and names.is_save_id(than) and attempt < than
+
+
+def _epoch_before(attempt: str, owner: Owner) -> int:
+    """The epoch of an attempt that nobody registered while it ran: that of its predecessor."""
+    before = [epoch for known, epoch in owner.attempts.items() if known < attempt]
+    return max(before, default=min(owner.attempts.values(), default=owner.epoch) - 1)

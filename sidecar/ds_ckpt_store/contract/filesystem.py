@@ -86,11 +86,49 @@ class Filesystem:
             ManifestError: the path leaves the root, or names a link, device, pipe or folder.
             OSError: as the system says (``ENOENT``, ``EACCES``, ...).
         """
-        for component in relative.split("/"):
-            if component in ("", ".", ".."):
-                raise ManifestError(f"path {relative!r} is not normalized")
-        folders = relative.split("/")
-        leaf = folders.pop()
+        folder, leaf = self._open_parent(root, relative)
+        try:
+            fd = self._open_at(folder, leaf, os.O_RDONLY | os.O_NONBLOCK, root, relative)
+        finally:
+            os.close(folder)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise ManifestError(f"{relative!r} under {root} is not a regular file")
+        return fd
+
+    def stat_beneath(self, root: str, relative: str) -> FileStat | None:
+        """State of a path under ``root``, following no link on the way; None if there is nothing.
+
+        Raises:
+            ManifestError: the path leaves the root, or a folder on the way is a link.
+        """
+        try:
+            folder, leaf = self._open_parent(root, relative)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        try:
+            return _to_stat(os.stat(leaf, dir_fd=folder, follow_symlinks=False))
+        except FileNotFoundError:
+            return None
+        finally:
+            os.close(folder)
+
+    def take_beneath(self, root: str, relative: str, target: str) -> None:
+        """Rename a path under ``root`` to ``target``, following no link on the way.
+
+        Raises:
+            ManifestError: the path leaves the root, or a folder on the way is a link.
+        """
+        folder, leaf = self._open_parent(root, relative)
+        try:
+            os.rename(leaf, target, src_dir_fd=folder)
+        finally:
+            os.close(folder)
+
+    def _open_parent(self, root: str, relative: str) -> tuple[int, str]:
+        *folders, leaf = relative.split("/")
+        if any(component in ("", ".", "..") for component in (*folders, leaf)):
+            raise ManifestError(f"path {relative!r} is not normalized")
         current = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for folder in folders:
@@ -99,13 +137,10 @@ class Filesystem:
                 )
                 os.close(current)
                 current = following
-            fd = self._open_at(current, leaf, os.O_RDONLY | os.O_NONBLOCK, root, relative)
-        finally:
+        except BaseException:
             os.close(current)
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise ManifestError(f"{relative!r} under {root} is not a regular file")
-        return fd
+            raise
+        return current, leaf
 
     @staticmethod
     def _open_at(folder: int, name: str, flags: int, root: str, relative: str) -> int:

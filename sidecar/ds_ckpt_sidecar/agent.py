@@ -1,0 +1,339 @@
+"""One sidecar process: builds the parts, runs passes until told to stop, drains, and exits.
+
+Start: lock the volume (a second agent stands by), probe the store until it answers, then pass
+after pass, woken by the outbox or by the clock. SIGTERM: the newest save first, until all is
+stored or the deadline comes; what is left is continued by a later start.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+from ds_ckpt_sidecar import __version__
+from ds_ckpt_sidecar.journal import Journal
+from ds_ckpt_sidecar.lifecycle import Lifecycle
+from ds_ckpt_sidecar.observe.log import Growing, Log
+from ds_ckpt_sidecar.observe.report import AgentState, Reporter
+from ds_ckpt_sidecar.outbox import watch
+from ds_ckpt_sidecar.settings import AgentSettings
+from ds_ckpt_sidecar.syncer import Syncer
+from ds_ckpt_store.catalog import Catalog
+from ds_ckpt_store.contract.clock import Clock, SystemClock, system_random
+from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import (
+    CkptError,
+    OwnershipError,
+    PausedError,
+    StoreError,
+    WeakStoreError,
+)
+from ds_ckpt_store.stores.port import Store
+from ds_ckpt_store.stores.probe import fit, probe
+from ds_ckpt_store.stores.retry import RetryStore
+from ds_ckpt_store.transfer.upload import Uploader
+
+ONCE_TRIES = 3
+
+
+class Agent:
+    """One sidecar process.
+
+    Args:
+        settings: what it is told.
+        store: the destination, as opened by its URL.
+        volume: the shared volume.
+        log: one line per step.
+        clock: time.
+        rng: randomness.
+        open_journal: makes the journal once the volume is locked.
+        executor: where parts are sent; its own pool of ``settings.streams`` threads if None.
+    """
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        *,
+        store: Store,
+        volume: Volume,
+        log: Log,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+        open_journal: Callable[[str, Callable[[str], None]], Journal] = Journal,
+        executor: Executor | None = None,
+    ) -> None:
+        self._settings = settings
+        self._store = store
+        self._volume = volume
+        self._log = log
+        self._clock = clock or SystemClock()
+        self._rng = rng or system_random()
+        self._open_journal = open_journal
+        self._executor = executor or ThreadPoolExecutor(settings.streams, "part")
+        self._failures = Growing(log, self._clock)
+        self._reporter = Reporter(volume, self._clock, self._failures, __version__)
+        self._wake = threading.Event()
+        self._stopping = threading.Event()
+        self._refused = False
+        self._state: AgentState = "starting"
+        self._deadline: float | None = None
+        self._syncer: Syncer | None = None
+
+    def stop(self) -> None:
+        """Ask it to drain and exit; safe to call from a signal handler."""
+        self._stopping.set()
+        self._wake.set()
+
+    # ---- the process
+
+    def run(self, *, once: bool = False) -> int:
+        """Work until stopped, or with ``once`` until nothing is left to do.
+
+        Returns:
+            Exit code: 0 done, 1 something is not stored.
+        """
+        self._volume.prepare()
+        lock = self._lock(once)
+        if lock is None:
+            return 1 if once else 0
+        stop_watching: Callable[[], None] = lambda: None  # noqa: E731
+        journal: Journal | None = None
+        try:
+            node = self._volume.node_id()
+            self._log.info(
+                "agent.started",
+                version=__version__,
+                volume=self._volume.path,
+                destination=self._settings.destination,
+                node=node,
+                uid=os.geteuid(),
+                streams=self._settings.streams,
+            )
+            store = self._connect(once)
+            if store is None:
+                return 1
+            path = self._settings.journal or self._volume.journal
+            journal = self._open_journal(path, self._warn_journal)
+            self._syncer = self._build(store, journal, node)
+            if not once:
+                stop_watching = watch(self._volume.outbox, self._wake, self._warn_watch)
+            code = self._drain_once() if once else self._loop()
+        finally:
+            stop_watching()
+            self._executor.shutdown(wait=True, cancel_futures=True)
+            if journal is not None:
+                journal.close()
+            self._store.close()
+            os.close(lock)
+        return code
+
+    def _build(self, store: Store, journal: Journal, node: str) -> Syncer:
+        catalog = Catalog(store, self._rng)
+        uploader = Uploader(
+            store,
+            self._executor,
+            streams=self._settings.streams,
+            part_size=self._settings.part_mib << 20,
+            clock=self._clock,
+        )
+        lifecycle = Lifecycle(
+            volume=self._volume,
+            catalog=catalog,
+            uploader=uploader,
+            journal=journal,
+            reporter=self._reporter,
+            log=self._log,
+            clock=self._clock,
+            abandon_seconds=self._settings.abandon_seconds,
+        )
+        return Syncer(
+            self._settings,
+            volume=self._volume,
+            node=node,
+            catalog=catalog,
+            lifecycle=lifecycle,
+            journal=journal,
+            reporter=self._reporter,
+            log=self._log,
+            failures=self._failures,
+            clock=self._clock,
+            rng=self._rng,
+        )
+
+    def _lock(self, once: bool) -> int | None:
+        """The volume's lock; None if it should exit instead."""
+        said = False
+        while True:
+            lock = self._volume.fs.try_lock(self._volume.lock)
+            if lock is not None:
+                return lock
+            if not said:
+                self._log.warning(
+                    "agent.standby",
+                    reason=f"another agent works on {self._volume.path} (it holds "
+                    f"{self._volume.lock})" + ("" if once else "; taking over when it ends"),
+                )
+                said = True
+            if once or self._wait(self._settings.rescan_seconds):
+                return None
+
+    def _connect(self, once: bool) -> Store | None:
+        """Learn what the store really does, until it answers; None if it should exit instead."""
+        tries = 0
+        while True:
+            retrying = RetryStore(self._store, self._clock, self._rng)
+            try:
+                findings = probe(retrying, self._rng)
+                fitted = fit(retrying, findings, allow_weak=self._settings.allow_weak_store)
+            except (StoreError, WeakStoreError) as error:
+                tries += 1
+                last = isinstance(error, WeakStoreError) or (once and tries >= ONCE_TRIES)
+                delay = min(60.0, 2.0**tries) * self._rng.uniform(0.5, 1.0)
+                self._failures.error(
+                    "probe",
+                    "store.unavailable",
+                    destination=self._settings.destination,
+                    error=str(error),
+                    kind=type(error).__name__,
+                    **({} if last else {"next_try_seconds": round(delay, 1)}),
+                )
+                self._reporter.error(str(error))
+                self._reporter.beat(
+                    "refused" if last else "starting",
+                    now=True,
+                    destination=self._settings.destination,
+                )
+                if last or self._wait(delay):
+                    return None
+            else:
+                self._failures.clear("probe")
+                self._log.info("store.probed", findings=findings.describe())
+                return fitted
+
+    # ---- passes
+
+    def _loop(self) -> int:
+        syncer = self._need_syncer()
+        self._state = "running"
+        while not self._stopping.is_set():
+            self._pass(newest_first=self._settings.order == "newest")
+            due = syncer.next_due()
+            pause = self._settings.rescan_seconds
+            if due is not None:
+                pause = min(pause, max(due - self._clock.monotonic(), 0.05))
+            self._wait(pause)
+        return self._drain()
+
+    def _pass(self, *, newest_first: bool) -> None:
+        syncer = self._need_syncer()
+        try:
+            syncer.sync(newest_first=newest_first, check=self._check)
+            self._refused = False
+            self._failures.clear("pass")
+        except PausedError:
+            pass
+        except OwnershipError as error:
+            self._refused = True
+            self._report(error)
+        except (CkptError, OSError) as error:
+            self._report(error)
+        syncer.beat("refused" if self._refused else self._state, now=True)
+
+    def _report(self, error: Exception) -> None:
+        self._failures.error("pass", "pass.failed", error=str(error), kind=type(error).__name__)
+        self._reporter.error(str(error))
+
+    def _check(self) -> None:
+        """Called between parts and steps: heartbeat, lease, and whether to stop."""
+        syncer = self._need_syncer()
+        syncer.beat(self._state)
+        try:
+            syncer.renew()
+        except OwnershipError:
+            raise
+        except StoreError as error:
+            self._failures.error("lease", "lease.not_renewed", error=str(error))
+        if self._stopping.is_set():
+            if self._deadline is None:
+                raise PausedError("told to stop: the newest save goes first now")
+            if self._clock.monotonic() >= self._deadline:
+                raise PausedError("the time for draining is over")
+
+    def _drain(self) -> int:
+        """After SIGTERM: newest first, until nothing more can be done or the time is over."""
+        syncer = self._need_syncer()
+        self._state = "draining"
+        self._deadline = self._clock.monotonic() + self._settings.drain_seconds
+        self._log.info(
+            "agent.draining",
+            saves=len(syncer.unfinished()),
+            seconds=self._settings.drain_seconds,
+        )
+        while True:
+            self._pass(newest_first=True)
+            open_saves = [s for s in syncer.unfinished() if not s.waiting_for]
+            if not open_saves or self._clock.monotonic() >= self._deadline:
+                break
+            self._clock.sleep(0.2)
+        return self._end()
+
+    def _drain_once(self) -> int:
+        """``--once``: until everything on the volume is decided, or waits for others."""
+        syncer = self._need_syncer()
+        self._state = "running"
+        for _ in range(ONCE_TRIES):
+            self._pass(newest_first=self._settings.order == "newest")
+            open_saves = [s for s in syncer.unfinished() if not s.waiting_for]
+            if self._stopping.is_set() or self._refused or not open_saves:
+                break
+            due = syncer.next_due() or 0.0
+            self._wait(max(0.0, due - self._clock.monotonic()))
+        return self._end()
+
+    def _end(self) -> int:
+        syncer = self._need_syncer()
+        left = [save for save in syncer.unfinished() if not save.waiting_for]
+        for save in syncer.waiting():
+            self._log.warning(
+                "save.left_waiting",
+                save_id=save.save_id,
+                tag=save.manifest.tag,
+                waiting_for=list(save.waiting_for),
+                reason="this node has stored all of it; whichever node comes last commits it",
+            )
+        for save in left:
+            self._log.error(
+                "save.left",
+                save_id=save.save_id,
+                tag=save.manifest.tag,
+                state=save.state,
+                reason=save.reason or "not finished in time; a later start continues",
+            )
+        troubles = syncer.troubles()
+        for sentence in troubles:
+            self._log.error("save.not_stored", reason=sentence)
+        syncer.beat("refused" if self._refused else "stopped", now=True)
+        self._log.info("agent.stopped", left=len(left))
+        return 1 if left or troubles or self._refused else 0
+
+    # ---- small things
+
+    def _wait(self, seconds: float) -> bool:
+        """Wait for the outbox, a signal, or the time; returns whether to stop."""
+        self._wake.wait(seconds)
+        self._wake.clear()
+        return self._stopping.is_set()
+
+    def _need_syncer(self) -> Syncer:
+        if self._syncer is None:
+            raise RuntimeError("the agent was not started")
+        return self._syncer
+
+    def _warn_journal(self, sentence: str) -> None:
+        self._log.warning("journal.degraded", reason=sentence)
+
+    def _warn_watch(self, sentence: str) -> None:
+        self._log.warning("outbox.unwatched", reason=sentence)

@@ -1,0 +1,443 @@
+"""The commands behind ``ds-ckpt``: each opens what it needs, calls the library, and prints."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ds_ckpt_sidecar import __version__, render
+from ds_ckpt_sidecar.agent import Agent
+from ds_ckpt_sidecar.observe.log import make_log
+from ds_ckpt_sidecar.settings import load
+from ds_ckpt_store.catalog import Catalog
+from ds_ckpt_store.contract import digest
+from ds_ckpt_store.contract.clock import SystemClock, system_random
+from ds_ckpt_store.contract.filesystem import Filesystem
+from ds_ckpt_store.contract.manifest import SaveStatus
+from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import CkptError, DamagedError, InputError
+from ds_ckpt_store.restore import Restore
+from ds_ckpt_store.stores import open_store
+from ds_ckpt_store.stores.port import Store
+from ds_ckpt_store.stores.retry import RetryStore
+from ds_ckpt_store.transfer.download import Downloader, RemoteShard
+
+app = typer.Typer(
+    help="Make DeepSpeed checkpoints durable, look at them, and bring them back.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Url = Annotated[str, typer.Argument(help="s3://bucket/prefix or file:///folder", metavar="URL")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+Streams = Annotated[int, typer.Option(min=1, max=256, help="Ranges in flight at most.")]
+
+
+class Order(str, Enum):
+    """Which save to upload first."""
+
+    oldest = "oldest"
+    newest = "newest"
+
+
+class LogFormat(str, Enum):
+    """How log lines look."""
+
+    text = "text"
+    json = "json"
+
+
+class StoreKind(str, Enum):
+    """Where the demo's checkpoints go."""
+
+    file = "file"
+    s3 = "s3"
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Turn an error into a sentence and an exit code."""
+    try:
+        yield
+    except InputError as error:
+        typer.echo(f"ds-ckpt: {error}", err=True)
+        raise typer.Exit(2) from None
+    except CkptError as error:
+        typer.echo(f"ds-ckpt: {error}", err=True)
+        raise typer.Exit(1) from None
+    except OSError as error:
+        typer.echo(f"ds-ckpt: {error.filename or ''}: {error.strerror}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        typer.echo("ds-ckpt: interrupted; run it again to continue", err=True)
+        raise typer.Exit(1) from None
+
+
+@contextlib.contextmanager
+def _reading(url: str) -> Iterator[Store]:
+    store = open_store(url.rstrip("/") if not url.endswith("://") else url)
+    try:
+        yield RetryStore(store, SystemClock(), system_random())
+    finally:
+        store.close()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ds-ckpt {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def agent(
+    volume: Annotated[
+        str | None, typer.Option(help="The folder that trainer and agent share.", metavar="DIR")
+    ] = None,
+    destination: Annotated[
+        str | None, typer.Option(help="s3://bucket/prefix or file:///folder", metavar="URL")
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Store what is there, then exit (1 if not all of it).")
+    ] = False,
+    run_id: Annotated[
+        str | None, typer.Option(help="The run; default: what the trainer says.")
+    ] = None,
+    keep_last: Annotated[
+        int | None, typer.Option(help="Keep the last N in the store; default: keep all.")
+    ] = None,
+    keep_local: Annotated[
+        int | None, typer.Option(help="Committed saves that stay on the volume [1].")
+    ] = None,
+    retention_pause: Annotated[
+        float | None,
+        typer.Option(help="Seconds from giving up a checkpoint to deleting its objects [3600]."),
+    ] = None,
+    order: Annotated[
+        Order | None, typer.Option(help="Which save to upload first [oldest].")
+    ] = None,
+    streams: Annotated[int | None, typer.Option(help="Parts in flight at most [8].")] = None,
+    part_mib: Annotated[int | None, typer.Option(help="Preferred part size in MiB [16].")] = None,
+    rescan_seconds: Annotated[
+        float | None, typer.Option(help="Look through the outbox at least this often [5].")
+    ] = None,
+    drain_seconds: Annotated[
+        float | None, typer.Option(help="Time for what is left after SIGTERM [25].")
+    ] = None,
+    lease_stale_seconds: Annotated[
+        float | None, typer.Option(help="Silence after which another run's lease ends [600].")
+    ] = None,
+    abandon_seconds: Annotated[
+        float | None,
+        typer.Option(help="Wait for a node whose attempt is over, before a save is given up."),
+    ] = None,
+    allow_weak_store: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-weak-store",
+            help="Accept a store without conditional create, for one node alone.",
+        ),
+    ] = None,
+    journal: Annotated[
+        str | None, typer.Option(help="The agent's memory; default: on the volume.")
+    ] = None,
+    log_format: Annotated[
+        LogFormat | None, typer.Option(help="Log lines as text or JSON [text].")
+    ] = None,
+) -> None:
+    """Watch a volume and make every save on it durable.
+
+    Every option can be given as an environment variable DS_CKPT_<OPTION>.
+
+    Example: ds-ckpt agent --volume /ckpt --destination s3://bucket/run-7 --keep-last 5
+    """
+    with _errors():
+        settings = load(
+            volume=volume,
+            destination=destination,
+            run_id=run_id,
+            keep_last=keep_last,
+            keep_local=keep_local,
+            retention_pause=retention_pause,
+            order=order.value if order else None,
+            streams=streams,
+            part_mib=part_mib,
+            rescan_seconds=rescan_seconds,
+            drain_seconds=drain_seconds,
+            lease_stale_seconds=lease_stale_seconds,
+            abandon_seconds=abandon_seconds,
+            allow_weak_store=allow_weak_store,
+            journal=journal,
+            log_format=log_format.value if log_format else None,
+        )
+        process = Agent(
+            settings,
+            store=open_store(settings.destination),
+            volume=Volume(settings.volume, Filesystem()),
+            log=make_log(settings.log_format),
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: process.stop())
+        raise typer.Exit(process.run(once=once))
+
+
+@app.command()
+def restore(
+    source: Annotated[str, typer.Option("--from", help="Where from.", metavar="URL")],
+    to: Annotated[str, typer.Option("--to", help="Where to: the volume.", metavar="DIR")],
+    tag: Annotated[
+        str | None, typer.Option(help="The newest committed with this tag; default: the newest.")
+    ] = None,
+    save: Annotated[
+        str | None, typer.Option(help="This very save (see ls --json).", metavar="SAVE_ID")
+    ] = None,
+    streams: Streams = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Bring a committed checkpoint back into a folder, every shard verified.
+
+    Interrupted and run again, it continues. DeepSpeed's `latest` is written last.
+
+    Example: ds-ckpt restore --from s3://bucket/run-7 --to /ckpt
+    """
+    with _errors(), _reading(source) as store, ThreadPoolExecutor(streams) as pool:
+        job = Restore(store, pool, streams=streams, clock=SystemClock(), rng=system_random())
+        with render.progress_bar("restore", wanted=not as_json) as (total, advance):
+            result = job.run(
+                Volume(to),
+                tag=tag,
+                save_id=save,
+                progress=advance,
+                plan=lambda _record, fetch: total(fetch),
+            )
+        for warning in _warnings(job.catalog, result.without_hold, result.set_aside):
+            typer.echo(f"ds-ckpt: {warning}", err=True)
+        if as_json:
+            render.emit_json(
+                {
+                    "tag": result.record.tag,
+                    "save_id": result.record.save_id,
+                    "folder": result.folder,
+                    "step": result.record.step,
+                    "bytes": result.record.size,
+                    "fetched_bytes": result.fetched_bytes,
+                    "reused_bytes": result.reused_bytes,
+                    "set_aside": result.set_aside,
+                    "seconds": round(result.seconds, 3),
+                }
+            )
+        else:
+            typer.echo(
+                f"restored {result.record.tag!r} (save {result.record.save_id}) to "
+                f"{result.folder}: {len(result.record.files)} files verified, "
+                f"{result.fetched_bytes} bytes fetched in {result.seconds:.2f} s"
+            )
+
+
+def _warnings(catalog: Catalog, without_hold: str, set_aside: str) -> Iterator[str]:
+    for reason in catalog.damaged.values():
+        yield f"warning: left out: {reason}"
+    if without_hold:
+        yield (
+            f"warning: retention was not held off while restoring ({without_hold}); harmless "
+            "unless this very checkpoint was being given up"
+        )
+    if set_aside:
+        yield f"note: what stood there before is kept in {set_aside}"
+
+
+@app.command(name="ls")
+def list_checkpoints(
+    url: Url,
+    every: Annotated[bool, typer.Option("--all", help="Deleted and abandoned ones too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the checkpoints under a prefix, newest last.
+
+    Example: ds-ckpt ls s3://bucket/run-7
+    """
+    with _errors(), _reading(url) as store:
+        catalog = Catalog(store, system_random())
+        records = catalog.records() if every else catalog.committed()
+        damaged = dict(catalog.damaged)
+        pointed = catalog.latest()
+        latest = pointed.save_id if pointed else None
+        if as_json:
+            render.emit_json(
+                {
+                    "url": store.url,
+                    "latest": latest,
+                    "checkpoints": [
+                        render.summary(record, latest=record.save_id == latest)
+                        for record in records
+                    ],
+                    "damaged": damaged,
+                }
+            )
+        elif records:
+            render.print_records(records, latest)
+        else:
+            typer.echo(f"{store.url} holds no committed checkpoint", err=True)
+        for reason in damaged.values():
+            typer.echo(f"ds-ckpt: warning: left out: {reason}", err=True)
+
+
+@app.command()
+def show(
+    url: Url,
+    tag: Annotated[str, typer.Argument(help="The tag; the newest committed save of it.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show one checkpoint: where it came from, and every file with its checksum.
+
+    Example: ds-ckpt show s3://bucket/run-7 global_step1000
+    """
+    with _errors(), _reading(url) as store:
+        catalog = Catalog(store, system_random())
+        record = catalog.find(tag)
+        pointed = catalog.latest()
+        latest = pointed is not None and pointed.save_id == record.save_id
+        if as_json:
+            document: dict[str, Any] = render.summary(record, latest=latest)
+            document["files"] = [entry.model_dump() for entry in record.files]
+            document["companions"] = [entry.model_dump() for entry in record.companions]
+            render.emit_json(document)
+        else:
+            render.print_record(record, latest=latest)
+
+
+@app.command()
+def verify(
+    url: Url,
+    tag: Annotated[
+        str | None, typer.Argument(help="The newest with this tag; default: the newest.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every committed checkpoint.")] = False,
+    streams: Streams = 8,
+    as_json: AsJson = False,
+) -> None:
+    """Read a checkpoint back and compare every byte's checksum with its record.
+
+    Example: ds-ckpt verify s3://bucket/run-7 --all
+    """
+    with _errors(), _reading(url) as store, ThreadPoolExecutor(streams) as pool:
+        if every and tag is not None:
+            raise InputError("give a tag or --all, not both")
+        catalog = Catalog(store, system_random())
+        records = catalog.committed() if every else [catalog.find(tag)]
+        broken = dict(catalog.damaged)
+        objects = [
+            RemoteShard(key, entry.size, digest.from_hex(entry.crc32c), "")
+            for record in records
+            for key, entry in record.objects()
+        ]
+        reader = Downloader(store, pool, streams=streams, fs=Filesystem(), clock=SystemClock())
+        with render.progress_bar("verify", wanted=not as_json) as (total, advance):
+            total(sum(entry.size for entry in objects))
+            damages = reader.verify(objects, check=lambda: None, progress=advance)
+        broken.update({damage.key: damage.reason for damage in damages})
+        size = sum(entry.size for entry in objects)
+        if as_json:
+            render.emit_json(
+                {
+                    "url": store.url,
+                    "checkpoints": [record.tag for record in records],
+                    "objects": len(objects),
+                    "bytes": size,
+                    "damaged": broken,
+                }
+            )
+        else:
+            tags = ", ".join(record.tag for record in records) or "none"
+            typer.echo(f"checked {len(objects)} objects, {size} bytes of {tags}")
+        if broken:
+            what = "; ".join(f"{key}: {reason}" for key, reason in sorted(broken.items()))
+            raise DamagedError(f"{len(broken)} objects are damaged: {what}", tuple(broken))
+
+
+@app.command()
+def status(
+    volume: Annotated[
+        str,
+        typer.Option(help="The shared volume.", metavar="DIR", envvar="DS_CKPT_VOLUME"),
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Show what sidecar and trainer last said on a volume.
+
+    Example: ds-ckpt status --volume /ckpt
+    """
+    with _errors():
+        if not os.path.isdir(volume):
+            raise InputError(f"the volume {volume} does not exist")
+        place = Volume(volume)
+        saves = list(_save_statuses(place))
+        sidecar, trainer = place.sidecar_status(), place.trainer_status()
+        if as_json:
+            render.emit_json(
+                {
+                    "volume": place.path,
+                    "sidecar": sidecar.model_dump(by_alias=True) if sidecar else None,
+                    "trainer": trainer.model_dump(by_alias=True) if trainer else None,
+                    "saves": [save.model_dump(by_alias=True) for save in saves],
+                }
+            )
+        else:
+            render.print_status(sidecar, trainer, saves, SystemClock().time())
+
+
+def _save_statuses(volume: Volume) -> Iterator[SaveStatus]:
+    for name in volume.fs.names(volume.status):
+        if name.endswith(".json") and name not in ("sidecar.json", "trainer.json"):
+            with contextlib.suppress(InputError):
+                found = volume.save_status(name[: -len(".json")])
+                if found is not None:
+                    yield found
+
+
+@app.command()
+def demo(
+    store: Annotated[StoreKind, typer.Option(help="Where checkpoints go.")] = StoreKind.file,
+    zero_stage: Annotated[int, typer.Option(min=0, max=3, help="DeepSpeed ZeRO stage.")] = 2,
+    keep: Annotated[
+        Path | None, typer.Option(help="Work in this folder and leave it there.", metavar="DIR")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train, lose the pod, restore, resume, and compare losses to the last bit.
+
+    Real DeepSpeed with two ranks on the CPU; takes a minute. Exits 1 when the losses differ.
+    """
+    with _errors():
+        from ds_ckpt_sidecar.demo.demo import run_demo
+        from ds_ckpt_sidecar.demo.report import table
+
+        def say(line: str) -> None:
+            print(line, file=sys.stderr, flush=True)
+
+        result = run_demo(store=store.value, zero_stage=zero_stage, workdir=keep, say=say)
+        if as_json:
+            render.emit_json(result.as_dict())
+        else:
+            render.show(table(result))
+        if not result.losses_identical:
+            raise typer.Exit(1)

@@ -1,0 +1,353 @@
+"""The state machine of one save in one sidecar.
+
+::
+
+    discovered -> uploading -> stored -> committed -> cleaned
+         |            |           |
+         +------------+-----------+--> superseded | abandoned | quarantined | failed | held
+
+``stored`` means that this node's receipt is put; ``committed`` that the record says so, whoever
+made it. Nothing here remembers more than the journal's hint: each call of :meth:`Lifecycle.advance`
+asks the store where the save stands and goes on from there, so a crash at any point, or an answer
+that never came, costs a repetition and nothing else. A save that waits for other nodes returns at
+once and is asked again later; it holds up no other.
+
+This module is the only writer of states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from ds_ckpt_sidecar.journal import Journal
+from ds_ckpt_sidecar.local import LocalFiles
+from ds_ckpt_sidecar.observe.log import Log
+from ds_ckpt_store.catalog import Catalog, Intent, Lease, Receipt, Record, StoredFile
+from ds_ckpt_store.contract import digest, names
+from ds_ckpt_store.contract.clock import Clock
+from ds_ckpt_store.contract.manifest import NodeManifest, SaveState, SaveStatus, Shard
+from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import (
+    ManifestError,
+    NotFoundError,
+    ShardChangedError,
+)
+from ds_ckpt_store.transfer.upload import LocalShard, Uploader
+
+DECIDED: frozenset[SaveState] = frozenset({"committed", "cleaned", "abandoned", "superseded"})
+_AS_HOPED = frozenset({"discovered", "uploading", "stored", "committed", "cleaned"})
+RESTING: frozenset[SaveState] = frozenset({"quarantined", "held"})
+
+
+class SaveReporter(Protocol):
+    """Where states are reported to."""
+
+    def save(self, status: SaveStatus) -> None:
+        """Take a snapshot of one save."""
+
+
+@dataclass
+class Save:
+    """One save on this volume: its manifest, and what this process knows of it."""
+
+    manifest: NodeManifest
+    file_name: str
+    state: SaveState = "discovered"
+    reason: str = ""
+    receipt_put: bool = False
+    waiting_for: tuple[str, ...] = ()
+    waiting_since: float | None = None
+    record: Record | None = None
+    bytes_done: int = 0
+    due: float = 0.0
+    tries: int = 0
+
+    @property
+    def save_id(self) -> str:
+        """Its id."""
+        return self.manifest.save_id
+
+    @property
+    def bytes_total(self) -> int:
+        """Bytes that this node uploads."""
+        return sum(shard.size for shard in (*self.manifest.shards, *self.manifest.companions))
+
+
+class Lifecycle:
+    """Moves saves from the outbox to a committed record, and then off the volume.
+
+    Args:
+        volume: the shared volume.
+        catalog: the prefix that they go to.
+        uploader: the data path.
+        journal: this sidecar's memory.
+        reporter: told of every state.
+        log: one line per step.
+        clock: time.
+        abandon_seconds: see :meth:`_give_up_waiting`.
+    """
+
+    def __init__(
+        self,
+        *,
+        volume: Volume,
+        catalog: Catalog,
+        uploader: Uploader,
+        journal: Journal,
+        reporter: SaveReporter,
+        log: Log,
+        clock: Clock,
+        abandon_seconds: float,
+    ) -> None:
+        self._volume = volume
+        self._local = LocalFiles(volume)
+        self._catalog = catalog
+        self._uploader = uploader
+        self._journal = journal
+        self._reporter = reporter
+        self._log = log
+        self._clock = clock
+        self._abandon_seconds = abandon_seconds
+
+    # ---- states
+
+    def enter(self, save: Save, state: SaveState, reason: str = "") -> None:
+        """Put a save into a state: journal, status file and log line."""
+        changed = save.state != state or reason not in ("", save.reason)
+        save.state, save.reason = state, reason
+        self._journal.set_state(save.save_id, state, reason)
+        self.report(save)
+        if changed:
+            say = self._log.info if state in _AS_HOPED else self._log.warning
+            say(f"save.{state}", **self.facts(save), **({"reason": reason} if reason else {}))
+
+    def report(self, save: Save) -> None:
+        """Write where a save stands."""
+        self._reporter.save(
+            SaveStatus(
+                save_id=save.save_id,
+                tag=save.manifest.tag,
+                state=save.state,
+                reason=save.reason,
+                time=self._clock.time(),
+                bytes_total=save.bytes_total,
+                bytes_done=min(save.bytes_done, save.bytes_total),
+                folder=save.manifest.folder,
+                waiting_for=list(save.waiting_for),
+            )
+        )
+
+    @staticmethod
+    def facts(save: Save) -> dict[str, object]:
+        """What every log line says of a save."""
+        manifest = save.manifest
+        return {
+            "save_id": manifest.save_id,
+            "tag": manifest.tag,
+            "node": manifest.node[:8],
+            "bytes": save.bytes_total,
+        }
+
+    # ---- to a decision
+
+    def advance(self, save: Save, lease: Lease, check: Callable[[], None]) -> None:
+        """Take a save as far as it can go now.
+
+        Args:
+            save: the save; its fields are updated.
+            lease: what :meth:`Catalog.own` gave for the save's attempt.
+            check: called between steps and parts; may raise to stop, and all that was done counts.
+
+        Raises:
+            StoreError, ShardUnreadableError: try again later.
+            PausedError: from ``check``.
+        """
+        check()
+        record = self._catalog.record(save.save_id)
+        if record is None:
+            intent = self._catalog.intend(save.manifest, lease.epoch)
+            try:
+                _agree(save.manifest, intent)
+                if save.manifest.shards:
+                    self._store(save, check)
+            except ManifestError as error:
+                self.enter(save, "quarantined", str(error))
+                return
+            except ShardChangedError as error:
+                # Its bytes are gone: nobody can complete it, unless it was complete before.
+                reason = f"node {save.manifest.node}: {error}"
+                self._follow(save, self._catalog.abandon(intent, reason), superseded=str(error))
+                return
+            record = self._commit(save, intent, lease)
+        if record is not None:
+            self._follow(save, record)
+
+    def _store(self, save: Save, check: Callable[[], None]) -> None:
+        """Steps 3 to 5: every shard stored and verified by this process, then the receipt."""
+        manifest = save.manifest
+        if save.receipt_put and manifest.node in self._catalog.receipt_nodes(save.save_id):
+            return
+        started = self._clock.monotonic()
+        save.bytes_done = 0
+        self.enter(save, "uploading")
+        proofs: set[str] = set()
+
+        def progress(count: int) -> None:
+            save.bytes_done += count
+            self.report(save)
+
+        done = self._uploader.upload(
+            self._to_upload(manifest),
+            self._journal.log(save.save_id),
+            check=check,
+            progress=progress,
+            stored=lambda stored: proofs.add(stored.proof.value),
+        )
+        save.bytes_done = save.bytes_total
+        self._log.info(
+            "save.uploaded",
+            **self.facts(save),
+            shards=len(done),
+            resumed_parts=sum(stored.resumed_parts for stored in done),
+            proof=",".join(sorted(proofs)),
+            seconds=round(self._clock.monotonic() - started, 3),
+        )
+        self._catalog.put_receipt(
+            Receipt(
+                save_id=save.save_id,
+                node=manifest.node,
+                files=[_stored_file(shard, manifest.node) for shard in manifest.shards],
+                companions=[_stored_file(shard, manifest.node) for shard in manifest.companions],
+                proof=",".join(sorted(proofs)),
+            )
+        )
+        save.receipt_put = True
+        self.enter(save, "stored")
+
+    def _to_upload(self, manifest: NodeManifest) -> list[LocalShard]:
+        return [
+            LocalShard(
+                _key(manifest, shard, companion=companion),
+                shard.size,
+                digest.from_hex(shard.crc32c),
+                partial(self._local.open, manifest, shard, companion=companion),
+            )
+            for shards, companion in ((manifest.shards, False), (manifest.companions, True))
+            for shard in shards
+        ]
+
+    def _commit(self, save: Save, intent: Intent, lease: Lease) -> Record | None:
+        """Step 6; None while something is missing."""
+        found = self._catalog.commit(intent)
+        save.waiting_for = found.missing_nodes
+        if found.missing_objects:
+            save.receipt_put = False  # back to step 3
+            raise NotFoundError(
+                "commit",
+                found.missing_objects[0],
+                f"{len(found.missing_objects)} objects that receipts name are missing or have "
+                "another size; this node looks at its own again",
+            )
+        if found.record is not None:
+            return found.record
+        if save.waiting_since is None:
+            save.waiting_since = self._clock.monotonic()
+            self._log.info("save.waiting", **self.facts(save), waiting_for=list(save.waiting_for))
+        self.report(save)
+        return self._give_up_waiting(save, intent, lease)
+
+    def _give_up_waiting(self, save: Save, intent: Intent, lease: Lease) -> Record | None:
+        """Abandon a save whose attempt is over and whose missing nodes stay silent.
+
+        The wait is counted in time in which the store answered us, since this process began to
+        wait; receipts are listed once more before the decision.
+        """
+        waited = self._clock.monotonic() - (save.waiting_since or 0.0)
+        if lease.newest or waited < self._abandon_seconds:
+            return None
+        reason = f"nodes {', '.join(save.waiting_for)} did not store their shards"
+        return self._catalog.abandon(intent, reason)
+
+    def _follow(self, save: Save, record: Record, superseded: str = "") -> None:
+        """Steps 7 and after: do what the decision says."""
+        save.record = record
+        save.waiting_for = ()
+        if record.state == "committed":
+            self._catalog.point(record)
+            if save.state != "committed":
+                self._journal.forget_work(save.save_id)
+                self.enter(save, "committed")
+            return
+        self._withdraw(save)
+        if record.state == "deleted":
+            self.enter(save, "committed", "deleted since by retention")
+        else:
+            self.enter(
+                save, "superseded" if superseded else "abandoned", superseded or record.reason
+            )
+
+    def _withdraw(self, save: Save) -> None:
+        """Remove what this node stored of a save that will never be a checkpoint."""
+        for upload in self._journal.uploads(save.save_id):
+            self._catalog.store.abort(upload)
+        if save.record is not None and save.record.state == "abandoned":
+            manifest = save.manifest
+            self._catalog.delete_objects(
+                [
+                    *(_key(manifest, shard, companion=False) for shard in manifest.shards),
+                    *(_key(manifest, shard, companion=True) for shard in manifest.companions),
+                ]
+            )
+        self._journal.forget_work(save.save_id)
+
+    # ---- off the volume
+
+    def clean(self, save: Save) -> bool:
+        """Remove a decided save from the volume; False if the trainer's ``latest`` names it.
+
+        The manifest goes last, so that a run that dies on the way is repeated.
+        """
+        manifest = save.manifest
+        if save.state not in DECIDED:
+            return False
+        kept = save.record is not None and save.record.state == "committed"
+        if kept and self._local.is_latest(manifest):
+            return False
+        self._local.remove(manifest)
+        self.enter(save, "cleaned" if save.state == "committed" else save.state, save.reason)
+        self._volume.fs.unlink(f"{self._volume.outbox}/{save.file_name}")
+        self._volume.fs.sync_folder(self._volume.outbox)
+        self._journal.forget(save.save_id)
+        return True
+
+
+def _key(manifest: NodeManifest, shard: Shard, *, companion: bool) -> str:
+    path = f"{names.COMPANIONS_DIR}/{shard.path}" if companion else shard.path
+    return f"{manifest.folder}/{path}"
+
+
+def _stored_file(shard: Shard, node: str) -> StoredFile:
+    return StoredFile(
+        path=shard.path,
+        size=shard.size,
+        crc32c=shard.crc32c,
+        node=node,
+        rank=shard.rank,
+        sha256=shard.sha256,
+    )
+
+
+def _agree(manifest: NodeManifest, intent: Intent) -> None:
+    """The intent that was read back must be of the very save that the manifest describes."""
+    if (intent.folder, intent.nodes, intent.run_id) != (
+        manifest.folder,
+        manifest.nodes,
+        manifest.run_id,
+    ):
+        raise ManifestError(
+            f"the store holds another intent for save {manifest.save_id}: tag {intent.tag!r} of "
+            f"run {intent.run_id!r} over {len(intent.nodes)} nodes; nothing of this one is sent"
+        )

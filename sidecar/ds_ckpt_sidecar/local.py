@@ -1,0 +1,163 @@
+"""Files of a save on the shared volume: opened for upload, and removed once it is decided.
+
+The trainer's container owns these files and may change them at any moment, so nothing is believed:
+paths are opened without following a link, and a name is unlinked only after it was taken into our
+own folder and found to be, still, what the manifest names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Sequence
+
+from ds_ckpt_store.contract import names
+from ds_ckpt_store.contract.filesystem import FileStat
+from ds_ckpt_store.contract.manifest import NodeManifest, Restored, RestoredFile, Shard
+from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import ManifestError, ShardChangedError, ShardUnreadableError
+
+
+class LocalFiles:
+    """Files of saves on one volume."""
+
+    def __init__(self, volume: Volume) -> None:
+        self._volume = volume
+
+    # ---- reading
+
+    def open(self, manifest: NodeManifest, shard: Shard, *, companion: bool) -> int:
+        """A descriptor on a shard: its link if there is one, else the trainer's own name.
+
+        Raises:
+            ManifestError: it is not there, leads outside the volume, is no regular file, or never
+                had the size that the manifest says.
+            ShardChangedError: it was written again since.
+            ShardUnreadableError: permissions or I/O; says what to do.
+        """
+        link = f"{names.COMPANIONS_DIR}/{shard.path}" if companion else shard.path
+        below = f"{names.VOLUME_DIR}/links/{manifest.save_id}/{link}"
+        for path in (below, self._own_path(manifest, shard, companion=companion)):
+            try:
+                fd = self._volume.fs.open_beneath(self._volume.path, path)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise self._unreadable(path, error) from None
+            try:
+                self._compare(manifest, shard, path, self._volume.fs.fstat(fd))
+            except BaseException:
+                os.close(fd)
+                raise
+            return fd
+        raise ManifestError(
+            f"shard {shard.path!r} is not on the volume, neither under {below!r} nor in the "
+            "trainer's folder; was it removed before it was uploaded?"
+        )
+
+    def _own_path(self, manifest: NodeManifest, shard: Shard, *, companion: bool) -> str:
+        """The trainer's own name of a file, relative to the volume."""
+        if companion:
+            return shard.path if manifest.root == "." else f"{manifest.root}/{shard.path}"
+        return f"{self._volume.tag_folder(manifest)}/{shard.path}"
+
+    @staticmethod
+    def _compare(manifest: NodeManifest, shard: Shard, path: str, state: FileStat) -> None:
+        if state.size == shard.size:
+            return
+        sizes = f"{path!r} has {state.size} bytes and its manifest says {shard.size}"
+        if (state.inode, state.mtime_ns) == (shard.inode, shard.mtime_ns):
+            raise ManifestError(f"{sizes}, though it has not changed since: the manifest is wrong")
+        raise ShardChangedError(
+            f"{sizes}: it was written again after the save was handed over (tag "
+            f"{manifest.tag!r} saved again?); this save cannot be completed"
+        )
+
+    def _unreadable(self, path: str, error: OSError) -> ShardUnreadableError:
+        full = f"{self._volume.path}/{path}"
+        remedy = "it will be tried again"
+        if error.errno in (errno.EACCES, errno.EPERM):
+            state = self._volume.fs.stat(full)
+            mode = f"mode {state.mode & 0o7777:04o} of uid {state.uid}" if state else "its mode"
+            remedy = (
+                f"it has {mode} and the agent runs as uid {os.geteuid()}: run both as the same "
+                "user, or make the trainer's files group-readable (umask 0027 and a common group)"
+            )
+        return ShardUnreadableError(f"cannot read {full}: {error.strerror}; {remedy}")
+
+    def is_latest(self, manifest: NodeManifest) -> bool:
+        """Whether DeepSpeed's own ``latest`` on the volume names the save's folder."""
+        return self._latest(manifest.root) == manifest.tag.strip()
+
+    def _latest(self, root: str) -> str:
+        folder = self._volume.path if root == "." else f"{self._volume.path}/{root}"
+        try:
+            return self._volume.fs.read(f"{folder}/latest", 4096).decode(errors="replace").strip()
+        except (OSError, ManifestError):
+            return ""
+
+    # ---- removing
+
+    def remove(self, manifest: NodeManifest) -> None:
+        """Remove what is left of a save: the trainer's names that have not changed, the links."""
+        self._remove_files(
+            manifest.save_id,
+            [
+                (self._own_path(manifest, shard, companion=False), shard)
+                for shard in (*manifest.shards, *manifest.replicas)
+            ],
+        )
+        self._volume.fs.remove_tree(self._volume.link_folder(manifest.save_id))
+
+    def remove_restored(self, restored: Restored) -> bool:
+        """Remove the checkpoint that the volume was restored from; False if ``latest`` names it.
+
+        ``restored.json`` goes last, so that a run that dies on the way is repeated.
+        """
+        if self._latest(".") == restored.tag.strip():
+            return False
+        self._remove_files(restored.save_id, [(entry.path, entry) for entry in restored.files])
+        self._volume.fs.unlink(self._volume.restored)
+        return True
+
+    def _remove_files(
+        self, save_id: str, expected: Sequence[tuple[str, Shard | RestoredFile]]
+    ) -> None:
+        fs = self._volume.fs
+        trash = f"{self._volume.trash}/{save_id}"
+        fs.make_folder(trash)
+        for number, (path, entry) in enumerate(expected):
+            taken = f"{trash}/{number}"
+            if fs.stat(taken) is None:
+                with contextlib.suppress(ManifestError, FileNotFoundError, NotADirectoryError):
+                    state = fs.stat_beneath(self._volume.path, path)
+                    if state is None or not _is_same(state, entry):
+                        continue
+                    fs.take_beneath(self._volume.path, path, taken)
+            state = fs.stat(taken)
+            if state is None:
+                continue
+            if _is_same(state, entry):
+                fs.unlink(taken)
+            else:
+                self._put_back(taken, path, save_id)
+        fs.remove_folder(trash)
+        for folder in sorted({os.path.dirname(path) for path, _ in expected}, reverse=True):
+            while folder and fs.remove_folder(f"{self._volume.path}/{folder}"):
+                folder = os.path.dirname(folder)
+
+    def _put_back(self, taken: str, path: str, save_id: str) -> None:
+        fs = self._volume.fs
+        try:
+            fs.make_folder(os.path.dirname(f"{self._volume.path}/{path}"))
+            fs.link(taken, f"{self._volume.path}/{path}")
+        except FileExistsError:
+            fs.make_folder(self._volume.aside)
+            fs.rename(taken, f"{self._volume.aside}/{save_id}-{os.path.basename(path)}")
+        else:
+            fs.unlink(taken)
+
+
+def _is_same(state: FileStat, entry: Shard | RestoredFile) -> bool:
+    return (state.size, state.inode, state.mtime_ns) == (entry.size, entry.inode, entry.mtime_ns)

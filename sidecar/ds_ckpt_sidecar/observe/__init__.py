@@ -1,0 +1,1 @@
+"""Reporting: logs and status files. It is handed plain values and reaches into nothing."""

@@ -1,0 +1,384 @@
+"""One pass over everything that a sidecar has to do: find, own, advance, clean, retain.
+
+A pass may be cut anywhere and repeated; it holds no truth of its own. An error of one save is
+reported, and the pass goes on with the next; only a lost lease or a request to stop ends it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from ds_ckpt_sidecar.journal import Journal
+from ds_ckpt_sidecar.lifecycle import DECIDED, RESTING, Lifecycle, Save
+from ds_ckpt_sidecar.local import LocalFiles
+from ds_ckpt_sidecar.observe.log import Growing, Log
+from ds_ckpt_sidecar.observe.report import AgentState, Reporter
+from ds_ckpt_sidecar.outbox import Found, Outbox
+from ds_ckpt_sidecar.settings import AgentSettings
+from ds_ckpt_store.catalog import Catalog, Lease
+from ds_ckpt_store.contract.clock import Clock
+from ds_ckpt_store.contract.manifest import SaveState, SaveStatus, TrainerStatus
+from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import CkptError, InputError, OwnershipError, PausedError
+from ds_ckpt_store.retention import Retention
+
+LONGEST_BACKOFF = 60.0
+TRAINER_SILENT_SECONDS = 60.0
+
+
+class Syncer:
+    """The work of one sidecar on one volume and one prefix. Used from one thread."""
+
+    def __init__(
+        self,
+        settings: AgentSettings,
+        *,
+        volume: Volume,
+        node: str,
+        catalog: Catalog,
+        lifecycle: Lifecycle,
+        journal: Journal,
+        reporter: Reporter,
+        log: Log,
+        failures: Growing,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._settings = settings
+        self._volume = volume
+        self._node = node
+        self._catalog = catalog
+        self._lifecycle = lifecycle
+        self._journal = journal
+        self._reporter = reporter
+        self._log = log
+        self._failures = failures
+        self._clock = clock
+        self._rng = rng
+        self._outbox = Outbox(volume, node)
+        self._local = LocalFiles(volume)
+        self._saves: dict[str, Save] = {}
+        self._bad: dict[str, str] = {}
+        self._leases: dict[str, Lease] = {}
+        self._attempt = ""
+        self._run_id = settings.run_id
+        self._renew_due = 0.0
+        self._retain_due = 0.0
+        self._swept = False
+        self._released = False
+        self._newest_committed = (0, "", "")
+
+    # ---- what a caller asks
+
+    def unfinished(self) -> list[Save]:
+        """Saves of this volume that this sidecar can still do something for."""
+        return [save for save in self._saves.values() if save.state not in DECIDED | RESTING]
+
+    def waiting(self) -> list[Save]:
+        """Saves of which this node has stored all, and other nodes have not."""
+        return [save for save in self.unfinished() if save.waiting_for]
+
+    def troubles(self) -> list[str]:
+        """One sentence for each save that is not, and will not become, a checkpoint by itself."""
+        sentences = [
+            f"save {save.save_id} (tag {save.manifest.tag!r}) is {save.state}: {save.reason}"
+            for save in self._saves.values()
+            if save.state in RESTING or save.state in ("superseded", "abandoned", "failed")
+        ]
+        return sentences + [f"{name}: {reason}" for name, reason in self._bad.items()]
+
+    def next_due(self) -> float | None:
+        """When, on the monotonic clock, the earliest save wants to be tried again."""
+        return min((save.due for save in self.unfinished()), default=None)
+
+    def beat(self, state: AgentState, *, now: bool = False) -> None:
+        """The heartbeat over the volume."""
+        unfinished = self.unfinished()
+        lease = self._leases.get(self._attempt)
+        self._reporter.beat(
+            state,
+            now=now,
+            run_id=self._run_id,
+            node=self._node,
+            destination=self._settings.destination,
+            backlog_saves=len(unfinished),
+            backlog_bytes=sum(save.bytes_total - save.bytes_done for save in unfinished),
+            newest_committed_ms=self._newest_committed[0],
+            newest_committed_tag=self._newest_committed[1],
+            newest_committed_save=self._newest_committed[2],
+            epoch=lease.epoch if lease else 0,
+        )
+
+    # ---- one pass
+
+    def sync(self, *, newest_first: bool, check: Callable[[], None]) -> None:
+        """One pass.
+
+        Args:
+            newest_first: order of the saves; oldest first otherwise.
+            check: called often; may raise PausedError.
+
+        Raises:
+            PausedError: from ``check``; call again to continue.
+            OwnershipError: another run holds the prefix; nothing of it was touched.
+            StoreError: the lease could not be read or written.
+        """
+        self._discover()
+        trainer = self._trainer()
+        if not self._own(trainer):
+            self._reporter.error("")
+            return
+        self._sweep(check)
+        troubled = ""
+        todo = sorted(self.unfinished(), key=lambda save: save.save_id, reverse=newest_first)
+        for save in todo:
+            if save.due > self._clock.monotonic():
+                troubled = troubled or save.reason
+                continue
+            try:
+                self._lifecycle.advance(save, self._lease_of(save), check)
+            except (PausedError, OwnershipError):
+                raise
+            except (CkptError, OSError) as error:
+                self._failed(save, error)
+                troubled = str(error)
+            else:
+                self._advanced(save)
+                self._tidy()
+        self._tidy()
+        self._retain(trainer)
+        self._release(trainer)
+        self._reporter.error(troubled)
+
+    def renew(self) -> None:
+        """Renew the lease if it is due; called from ``check`` too, so also in a long upload."""
+        if self._attempt and self._clock.monotonic() >= self._renew_due and not self._released:
+            self._take(self._attempt, ())
+
+    # ---- find
+
+    def _discover(self) -> None:
+        found = self._outbox.scan()
+        names = {entry.name for entry in found}
+        for save_id, save in list(self._saves.items()):
+            if save.file_name not in names:
+                del self._saves[save_id]
+        self._bad = {name: why for name, why in self._bad.items() if name in names}
+        for entry in found:
+            if entry.manifest is None:
+                self._refuse(entry)
+            elif entry.manifest.save_id not in self._saves:
+                self._bad.pop(entry.name, None)
+                save = Save(entry.manifest, entry.name)
+                self._saves[save.save_id] = save
+                known = self._journal.entry(save.save_id)
+                if known is None:
+                    self._lifecycle.enter(save, "discovered")
+                    self._log.info(
+                        "save.discovered",
+                        **self._lifecycle.facts(save),
+                        nodes=len(save.manifest.nodes),
+                    )
+
+    def _refuse(self, entry: Found) -> None:
+        """A file of the outbox that is no manifest for us: say so once, and keep it."""
+        if self._bad.get(entry.name) == entry.reason:
+            return
+        self._bad[entry.name] = entry.reason
+        state: SaveState = "quarantined" if entry.verdict == "bad" else "held"
+        self._log.warning(f"save.{state}", file=entry.name, reason=entry.reason)
+        status = SaveStatus(
+            save_id=entry.name.split(".")[0] or "unnamed",
+            state=state,
+            reason=f"{entry.name}: {entry.reason}",
+            time=self._clock.time(),
+        )
+        self._reporter.save(status)
+
+    def _trainer(self) -> TrainerStatus | None:
+        try:
+            return self._volume.trainer_status()
+        except (InputError, OSError) as error:
+            self._failures.error("trainer", "trainer.unreadable", error=str(error))
+            return None
+
+    # ---- own
+
+    def _own(self, trainer: TrainerStatus | None) -> bool:
+        """Step 1 for every attempt on this volume, the earliest first; False if there is none."""
+        if not self._run_id and (trainer is not None or self._saves):
+            first = trainer or min(self._saves.values(), key=lambda s: s.save_id).manifest
+            self._run_id = first.run_id
+        self._hold_foreign()
+        attempts = {save.manifest.attempt for save in self.unfinished()}
+        current = max(attempts, default="")
+        if trainer is not None and trainer.run_id == self._run_id:
+            current = trainer.attempt
+        for attempt in sorted(attempts - {current, *self._leases}):
+            self._take(attempt, ())
+        if current and (current != self._attempt or current not in self._leases):
+            self._attempt, self._released = current, False
+            self._take(current, trainer.nodes if trainer and trainer.attempt == current else ())
+        self.renew()
+        return bool(self._leases)
+
+    def _take(self, attempt: str, nodes: list[str] | tuple[()]) -> None:
+        before = self._leases.get(attempt)
+        lease = self._catalog.own(
+            self._run_id,
+            attempt,
+            self._node,
+            nodes=nodes,
+            stale_after=self._settings.lease_stale_seconds,
+        )
+        self._leases[attempt] = lease
+        self._renew_due = self._clock.monotonic() + self._settings.lease_renew_seconds
+        facts = {"run_id": self._run_id, "attempt": attempt, "epoch": lease.epoch}
+        if before is None:
+            self._log.info("lease.taken", **facts, newest=lease.newest)
+        elif before.newest and not lease.newest:
+            self._log.warning(
+                "lease.passed",
+                **facts,
+                reason="a newer attempt has taken over; saves that were begun are finished",
+            )
+        if lease.took_over:
+            self._log.warning("lease.took_over", **facts, from_run=lease.took_over)
+
+    def _lease_of(self, save: Save) -> Lease:
+        return self._leases[save.manifest.attempt]
+
+    def _hold_foreign(self) -> None:
+        for save in self.unfinished():
+            if save.manifest.run_id != self._run_id:
+                reason = (
+                    f"it is of run {save.manifest.run_id!r}, and this agent works for "
+                    f"{self._run_id!r}: start an agent with --run-id {save.manifest.run_id} and "
+                    "that run's destination, or remove it"
+                )
+                self._lifecycle.enter(save, "held", reason)
+            elif save.manifest.destination not in (None, self._settings.destination):
+                reason = (
+                    f"the trainer asked for {save.manifest.destination!r} and this agent is set "
+                    f"to {self._settings.destination!r}"
+                )
+                self._lifecycle.enter(save, "held", reason)
+
+    def _sweep(self, check: Callable[[], None]) -> None:
+        """Once, at start: commit what is complete, whoever stored it, and point to the newest."""
+        if self._swept:
+            return
+        for intent in self._catalog.undecided():
+            check()
+            if intent.run_id == self._run_id:
+                self._catalog.commit(intent)
+        committed = self._catalog.committed()
+        if committed:
+            if self._catalog.point(committed[-1]):
+                self._log.info("latest.moved", tag=committed[-1].tag, folder=committed[-1].folder)
+            self._note_committed(committed[-1].time_ms, committed[-1].tag, committed[-1].save_id)
+        for key, reason in self._catalog.damaged.items():
+            self._log.error("record.damaged", key=key, reason=reason)
+        self._swept = True
+
+    # ---- after a step
+
+    def _advanced(self, save: Save) -> None:
+        self._failures.clear(save.save_id)
+        save.tries = save.tries + 1 if save.waiting_for else 0
+        save.due = self._clock.monotonic() + (self._backoff(save.tries) if save.tries else 0.0)
+        if save.state == "committed" and save.record is not None:
+            self._note_committed(save.manifest.time_ms, save.manifest.tag, save.save_id)
+            self._retain_due = 0.0
+
+    def _note_committed(self, time_ms: int, tag: str, save_id: str) -> None:
+        self._newest_committed = max(self._newest_committed, (time_ms, tag, save_id))
+
+    def _failed(self, save: Save, error: CkptError | OSError) -> None:
+        save.tries += 1
+        delay = self._backoff(save.tries)
+        save.due = self._clock.monotonic() + delay
+        save.reason = str(error)
+        self._lifecycle.report(save)
+        self._failures.error(
+            save.save_id,
+            "save.delayed",
+            **self._lifecycle.facts(save),
+            error=str(error),
+            kind=type(error).__name__,
+            next_try_seconds=round(delay, 1),
+        )
+
+    def _backoff(self, tries: int) -> float:
+        return min(LONGEST_BACKOFF, 2.0 ** min(tries - 1, 10)) * self._rng.uniform(0.5, 1.0)
+
+    # ---- clean and retain
+
+    def _tidy(self) -> None:
+        """Step 8 under the local rule: the newest committed saves stay, the rest may go."""
+        committed = sorted(
+            (save for save in self._saves.values() if save.state == "committed"),
+            key=lambda save: (save.manifest.time_ms, save.save_id),
+        )
+        kept = committed[len(committed) - min(self._settings.keep_local, len(committed)) :]
+        for save in [s for s in self._saves.values() if s.state in DECIDED and s not in kept]:
+            try:
+                if self._lifecycle.clean(save):
+                    del self._saves[save.save_id]
+                    self._reporter.forget(save.save_id)
+            except OSError as error:
+                self._failures.error(
+                    f"clean {save.save_id}",
+                    "clean.failed",
+                    **self._lifecycle.facts(save),
+                    error=str(error),
+                )
+        if committed:
+            self._tidy_restored(committed[-1])
+
+    def _tidy_restored(self, newest: Save) -> None:
+        """The checkpoint that this volume was restored from goes once a later one is committed."""
+        try:
+            restored = self._volume.restored_from()
+            if restored is None or restored.time_ms >= newest.manifest.time_ms:
+                return
+            if self._settings.keep_local < 2 and self._local.remove_restored(restored):
+                self._log.info("restored.cleaned", tag=restored.tag, save_id=restored.save_id)
+        except (CkptError, OSError) as error:
+            self._failures.error("clean restored", "clean.failed", error=str(error))
+
+    def _retain(self, trainer: TrainerStatus | None) -> None:
+        """Step 9."""
+        lease = self._leases.get(self._attempt)
+        if self._settings.keep_last is None or lease is None or not lease.newest:
+            return
+        if self._clock.monotonic() < self._retain_due:
+            return
+        pause = self._settings.retention_pause
+        self._take(self._attempt, ())
+        retention = Retention(self._catalog, self._run_id, self._settings.keep_last, pause)
+        source = {trainer.resumed_from} if trainer and trainer.resumed_from else set()
+        done = retention.apply(self._leases[self._attempt], source)
+        self._retain_due = self._clock.monotonic() + min(max(pause, 1.0), 300.0)
+        if done.deleted or done.purged:
+            self._log.info(
+                "retention.applied",
+                given_up=list(done.deleted),
+                purged=list(done.purged),
+                objects=done.objects,
+            )
+
+    def _release(self, trainer: TrainerStatus | None) -> None:
+        """Say in the lease that this node is finished, once its trainer is and all is decided."""
+        if (
+            trainer is None
+            or not trainer.finished
+            or trainer.attempt != self._attempt
+            or self._released
+            or self.unfinished()
+        ):
+            return
+        self._catalog.own(self._run_id, self._attempt, self._node, finished=True)
+        self._released = True
+        self._log.info("lease.released", run_id=self._run_id, attempt=self._attempt)
