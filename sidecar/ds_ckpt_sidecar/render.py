@@ -160,10 +160,16 @@ def print_status(
         console.print(table)
 
 
+def show(table: Table) -> None:
+    """A table on standard output."""
+    Console().print(table)
+
+
+Advance = Callable[[int], None]
+
+
 @contextlib.contextmanager
-def progress_bar(
-    title: str, *, wanted: bool
-) -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+def progress_bar(title: str, *, wanted: bool) -> Iterator[tuple[Advance, Advance]]:
     """A progress bar over bytes on standard error, if that is a terminal.
 
     Yields:
