@@ -22,6 +22,8 @@ from ds_ckpt_sidecar.demo.evidence import Output, identical, restored_from
 from ds_ckpt_sidecar.demo.processes import Group
 from ds_ckpt_sidecar.demo.stage import HIDDEN, PATIENCE_SECONDS, Stage
 from ds_ckpt_store.contract.clock import SystemClock
+from ds_ckpt_store.contract.digest import crc32c, to_hex
+from ds_ckpt_store.contract.volume import Volume
 
 SMALL = 32
 
@@ -57,24 +59,55 @@ class Played:
     folder: Path
     result: DemoResult
 
-    def resume_disturbed(self, name: str, disturb: Callable[[Path], None]) -> bool:
-        """Restore again, disturb the checkpoint, resume; whether losses equal the reference's."""
+    def resume(self, name: str, disturb: Callable[[Path], None], *, forge: bool) -> Output:
+        """Restore the same checkpoint again, disturb it, and resume.
+
+        Args:
+            name: of the new volume.
+            disturb: given the checkpoint's folder.
+            forge: put the disturbed files' checksums into the volume's note of what was restored,
+                without which the ranks do not agree to load them.
+        """
         stage = Stage(self.folder, (self.folder / "store").as_uri(), {}, 1, HIDDEN, SystemClock())
         volume = stage.volume(name)
         stage.restore(volume, tag=f"global_step{self.result.resumed_global_steps}")
         disturb(volume / restored_from(volume).tag)
-        last_step = self.result.resumed_global_steps + STEPS_AFTER_LOSS
+        if forge:
+            forge_note(volume)
         with Group(stage.clock) as group:
-            # Without the hook, since its agreement on what to resume from refuses such a volume.
             ranks, output = stage.trainer(
-                group, f"trainer-{name}", volume, steps=last_step, resume=True, hook=False
+                group, f"trainer-{name}", volume, steps=self.last_step, resume=True, hook=False
             )
             group.wait(ranks, PATIENCE_SECONDS)
-        reference = Output.read(self.folder / "reference.jsonl")
-        resumed = Output.read(output)
-        assert resumed.loaded
-        first = min(resumed.losses) - 1
-        return identical(reference.losses, resumed.losses, first, last_step)
+        return Output.read(output)
+
+    @property
+    def last_step(self) -> int:
+        return self.result.resumed_global_steps + STEPS_AFTER_LOSS
+
+    @property
+    def reference(self) -> Output:
+        return Output.read(self.folder / "reference.jsonl")
+
+
+def forge_note(volume: Path) -> None:
+    """Make ``restored.json`` say of each file what it is now."""
+    note = restored_from(volume)
+    files = []
+    for entry in note.files:
+        path = volume / entry.path
+        state = path.stat()
+        now = {
+            "size": state.st_size,
+            "crc32c": to_hex(crc32c(path.read_bytes())),
+            "device": state.st_dev,
+            "inode": state.st_ino,
+            "mtime_ns": state.st_mtime_ns,
+        }
+        files.append(entry.model_copy(update=now))
+    Path(Volume(str(volume)).restored).write_bytes(
+        note.model_copy(update={"files": files}).to_bytes()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -128,4 +161,14 @@ def disturbed_optimizer(folder: Path) -> None:
 def test_a_disturbed_checkpoint_changes_the_losses(
     played: Played, disturb: Callable[[Path], None], same: bool
 ) -> None:
-    assert played.resume_disturbed(disturb.__name__, disturb) is same
+    resumed = played.resume(disturb.__name__, disturb, forge=True)
+    assert resumed.loaded
+    assert len(resumed.losses) >= STEPS_AFTER_LOSS - 1
+    start = min(resumed.losses) - 1
+    assert identical(played.reference.losses, resumed.losses, start, played.last_step) is same
+
+
+def test_a_checkpoint_that_was_disturbed_on_the_volume_is_not_loaded(played: Played) -> None:
+    resumed = played.resume("refused", disturbed_optimizer, forge=False)
+    assert not resumed.loaded
+    assert min(resumed.losses) == 1

@@ -167,10 +167,11 @@ def test_the_walls_between_the_packages_hold() -> None:
 
 
 def test_only_the_clock_knows_the_time() -> None:
+    """The example stands for a user's training script, and is none of ours."""
     offenders = []
     for source in SOURCES:
         for path in source.rglob("*.py"):
-            if path.match("contract/clock.py"):
+            if path.match("contract/clock.py") or path.match("ds_ckpt_hook/example.py"):
                 continue
             for node in ast.walk(ast.parse(path.read_text())):
                 imported = (

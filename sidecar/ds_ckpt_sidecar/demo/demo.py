@@ -35,7 +35,7 @@ from ds_ckpt_store.contract.clock import Clock, SystemClock
 from ds_ckpt_store.errors import DemoError, MissingExtraError, SettingsError
 
 SAVES_BEFORE_LOSS = 3
-STEPS_AFTER_LOSS = 6
+STEPS_AFTER_LOSS = 15
 ENDLESS = 1_000_000
 BUCKET = "demo"
 STORES = ("file", "s3")

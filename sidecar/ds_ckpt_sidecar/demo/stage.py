@@ -11,7 +11,7 @@ from ds_ckpt_store.contract.clock import Clock, system_random
 
 RANKS = 2
 RUN_ID = "demo"
-SAVE_EVERY = 3
+SAVE_EVERY = 10
 HIDDEN = 1024
 """Width of the model: large enough that a checkpoint has some megabytes."""
 PATIENCE_SECONDS = 120.0
