@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ds_ckpt_hook.errors import ExchangeError
@@ -94,11 +94,7 @@ class Gloo:
                 self._broken,
             )
             raise ExchangeError(self._broken) from error
-        steps = [theirs for theirs, _ in answers]
-        if len(set(steps)) > 1:
-            listed = ", ".join(f"rank {rank} in {theirs!r}" for rank, theirs in enumerate(steps))
-            raise ExchangeError(f"the ranks are in different calls of the hook: {listed[:500]}")
-        return [said for _, said in answers]
+        return values_of(answers)
 
     def _group(self, timeout: float) -> Any:
         if timeout not in self._groups:
@@ -106,6 +102,19 @@ class Gloo:
                 backend="gloo", timeout=datetime.timedelta(seconds=timeout)
             )
         return self._groups[timeout]
+
+
+def values_of(answers: Sequence[tuple[str, Any]]) -> list[Any]:
+    """What the ranks said, if all said it in the same step.
+
+    Raises:
+        ExchangeError: they are in different steps; lists them.
+    """
+    steps = [step for step, _ in answers]
+    if len(set(steps)) > 1:
+        listed = ", ".join(f"rank {rank} in {step!r}" for rank, step in enumerate(steps))
+        raise ExchangeError(f"the ranks are in different calls of the hook: {listed[:500]}")
+    return [value for _, value in answers]
 
 
 def connect(timeout: float, environ: Mapping[str, str] | None = None) -> Exchange:

@@ -8,11 +8,12 @@ in the background, while the bytes are hashed, and only if there is ample room.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ds_ckpt_store.contract.digest import CHUNK, crc32c, crc32c_of_fd
+from ds_ckpt_store.contract.digest import CHUNK, crc32c_of_fd
 from ds_ckpt_store.contract.filesystem import FileStat, Filesystem
 from ds_ckpt_store.contract.manifest import Protection
 from ds_ckpt_store.errors import ShardChangedError
@@ -31,8 +32,7 @@ class Kept:
         source: absolute folder that ``path`` is in, as the trainer wrote it.
         target: absolute folder of the protected names.
         protection: how the bytes are kept; ``copy`` while the copy is still to be made.
-        state: of the file that ``path`` names under ``target``, or under ``source`` for a copy
-            to be made.
+        state: of the trainer's own file, by which the sidecar later knows it again.
     """
 
     path: str
@@ -55,9 +55,11 @@ def keep(fs: Filesystem, source: str, path: str, target: str) -> Kept:
         OSError: as the system says.
     """
     original, name = f"{source}/{path}", f"{target}/{path}"
+    state = fs.stat(original)
+    if state is None or not state.is_regular:
+        raise FileNotFoundError(errno.ENOENT, "no regular file, or gone", original)
     with contextlib.suppress(PermissionError):
-        state = os.stat(original, follow_symlinks=False)
-        os.chmod(original, state.st_mode & 0o7777 | 0o040)
+        os.chmod(original, state.mode & 0o7777 | 0o040)
     fs.make_folder(os.path.dirname(name))
     protection: Protection = "hardlink"
     try:
@@ -66,10 +68,7 @@ def keep(fs: Filesystem, source: str, path: str, target: str) -> Kept:
         raise
     except OSError:
         protection = "reflink" if _reflink(fs, source, path, name) else "copy"
-    found = fs.stat(original if protection == "copy" else name)
-    if found is None:
-        raise FileNotFoundError(2, "vanished while it was linked", original)
-    return Kept(path, source, target, protection, found)
+    return Kept(path, source, target, protection, state)
 
 
 def _reflink(fs: Filesystem, source: str, path: str, name: str) -> bool:
@@ -98,49 +97,47 @@ def hash_kept(fs: Filesystem, kept: Kept) -> tuple[Kept, int]:
     """
     if kept.protection == "copy":
         parent = os.path.dirname(f"{kept.target}/{kept.path}")
-        if fs.space(parent).free < ROOM * kept.state.size:
-            kept = Kept(kept.path, kept.source, kept.target, "none", kept.state)
-    where = kept.source if kept.protection in ("copy", "none") else kept.target
-    fd = fs.open_beneath(where, kept.path)
-    try:
-        _check(fs.fstat(fd), kept)
-        if kept.protection == "copy":
-            kept, value = _copy(fs, fd, kept)
+        if fs.space(parent).free >= ROOM * kept.state.size:
+            _copy(fs, kept)
         else:
-            value, count = crc32c_of_fd(fd, 0, kept.state.size)
-            _check(fs.fstat(fd), kept, count)
+            kept = replace(kept, protection="none")
+    fd = fs.open_beneath(kept.source if kept.protection == "none" else kept.target, kept.path)
+    try:
+        before = fs.fstat(fd)
+        value, count = crc32c_of_fd(fd, 0, kept.state.size)
+        after = fs.fstat(fd)
     finally:
         os.close(fd)
+    # A clone and a copy are files of our own, with an identity of their own.
+    shared = kept.protection in ("hardlink", "none")
+    unchanged = before.identity == after.identity and after.size == count == kept.state.size
+    if not unchanged or (shared and before.identity != kept.state.identity):
+        raise _changed(kept)
     return kept, value
 
 
-def _copy(fs: Filesystem, fd: int, kept: Kept) -> tuple[Kept, int]:
+def _copy(fs: Filesystem, kept: Kept) -> None:
     name = f"{kept.target}/{kept.path}"
-    writer = fs.open_write(name)
-    value = done = 0
-    try:
-        while chunk := os.pread(fd, CHUNK, done):
+    with contextlib.ExitStack() as stack:
+        reader = fs.open_beneath(kept.source, kept.path)
+        stack.callback(os.close, reader)
+        writer = fs.open_write(name)
+        stack.callback(os.close, writer)
+        done = 0
+        while chunk := os.pread(reader, CHUNK, done):
             view = memoryview(chunk)
-            value = crc32c(view, value)
             done += len(view)
             while view:
                 view = view[os.write(writer, view) :]
-        _check(fs.fstat(fd), kept, done)
-        copied = fs.fstat(writer)
-    except BaseException:
-        fs.unlink(name)
-        raise
-    finally:
-        os.close(writer)
-    return Kept(kept.path, kept.source, kept.target, "copy", copied), value
+        if fs.fstat(reader).identity != kept.state.identity:
+            raise _changed(kept)
 
 
-def _check(now: FileStat, kept: Kept, count: int | None = None) -> None:
-    if now.identity != kept.state.identity or count not in (None, kept.state.size):
-        raise ShardChangedError(
-            f"{kept.source}/{kept.path} was written again before its checksum was taken; "
-            "this save is superseded"
-        )
+def _changed(kept: Kept) -> ShardChangedError:
+    return ShardChangedError(
+        f"{kept.source}/{kept.path} was written again before its checksum was taken; "
+        "this save is superseded"
+    )
 
 
 def copy_small(fs: Filesystem, source: str, path: str, target: str, limit: int) -> Kept:
@@ -151,10 +148,11 @@ def copy_small(fs: Filesystem, source: str, path: str, target: str, limit: int) 
         OSError: as the system says.
     """
     fs.make_folder(target)
-    fs.write_atomic(f"{target}/{path}", fs.read(f"{source}/{path}", limit), durable=False)
+    data = fs.read(f"{source}/{path}", limit)
+    fs.write_atomic(f"{target}/{path}", data, durable=False)
     state = fs.stat(f"{target}/{path}")
     if state is None:
-        raise FileNotFoundError(2, "vanished while it was copied", path)
+        raise FileNotFoundError(errno.ENOENT, "vanished while it was copied", path)
     return Kept(path, source, target, "reflink", state)
 
 

@@ -6,15 +6,19 @@ needs neither the store's code nor a cloud SDK.
 
 from __future__ import annotations
 
+import contextlib
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import MissingExtraError
 from ds_ckpt_store.restore import Restore, is_restored
 from ds_ckpt_store.stores import open_store
+from ds_ckpt_store.stores.port import Store
 
 STREAMS = 8
 
@@ -30,29 +34,25 @@ class Committed:
     attempt: str
 
 
-def committed(destination: str, rng: random.Random) -> list[Committed]:
+def committed(destination: str, clock: Clock, rng: random.Random) -> list[Committed]:
     """All committed checkpoints of a store.
 
     Raises:
         SettingsError: the URL cannot work.
-        MissingExtraError: the store's SDK is not installed.
+        MissingExtraError: a library is not installed.
         StoreError: the store did not answer.
     """
-    store = open_store(destination)
-    try:
-        records = Catalog(store, rng).committed()
-    finally:
-        store.close()
-    return [
-        Committed(
-            save_id=record.save_id,
-            tag=record.tag,
-            time_ms=record.time_ms,
-            epoch=record.epoch,
-            attempt=record.attempt,
-        )
-        for record in records
-    ]
+    with _opened(destination, clock, rng) as store:
+        return [
+            Committed(
+                save_id=record.save_id,
+                tag=record.tag,
+                time_ms=record.time_ms,
+                epoch=record.epoch,
+                attempt=record.attempt,
+            )
+            for record in Catalog(store, rng).committed()
+        ]
 
 
 def restore(
@@ -64,12 +64,22 @@ def restore(
         CkptError: it could not be restored; nothing half-restored has a checkpoint's name.
         OSError: the volume cannot be written.
     """
+    with (
+        _opened(destination, clock, rng) as store,
+        ThreadPoolExecutor(STREAMS, "ds_ckpt restore") as executor,
+    ):
+        Restore(store, executor, streams=STREAMS, clock=clock, rng=rng).run(volume, save_id=save_id)
+
+
+@contextlib.contextmanager
+def _opened(destination: str, clock: Clock, rng: random.Random) -> Iterator[Store]:
+    try:
+        from ds_ckpt_store.stores.retry import RetryStore
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"agree_on_resume from a store ({error.name})", "sidecar") from None
     store = open_store(destination)
     try:
-        with ThreadPoolExecutor(STREAMS, "ds_ckpt restore") as executor:
-            Restore(store, executor, streams=STREAMS, clock=clock, rng=rng).run(
-                volume, save_id=save_id
-            )
+        yield RetryStore(store, clock, rng)
     finally:
         store.close()
 

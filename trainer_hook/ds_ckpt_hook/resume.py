@@ -137,7 +137,7 @@ def _offer(hook: Hook, session: Session, place: Place, url: str | None) -> Offer
         try:
             from ds_ckpt_hook import remote
 
-            committed = remote.committed(url, hook.rng)
+            committed = remote.committed(url, hook.clock, hook.rng)
         except (CkptError, OSError, ImportError) as error:
             store_error = f"{url}: {reason_of(error)}"
     return Offer(held=held, committed=committed, store_error=store_error)

@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Callable[[int], list[Path]]:
+    """Makes the folders of that many nodes."""
+
+    def make(count: int) -> list[Path]:
+        made = [tmp_path / f"node{number}" for number in range(count)]
+        for folder in made:
+            folder.mkdir(exist_ok=True)
+        return made
+
+    return make
