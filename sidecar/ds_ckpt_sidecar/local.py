@@ -144,7 +144,7 @@ class LocalFiles:
                 self._put_back(taken, path, save_id)
         fs.remove_folder(trash)
         for folder in sorted({os.path.dirname(path) for path, _ in expected}, reverse=True):
-            while folder and fs.remove_folder(f"{self._volume.path}/{folder}"):
+            while folder and fs.remove_folder_beneath(self._volume.path, folder):
                 folder = os.path.dirname(folder)
 
     def _put_back(self, taken: str, path: str, save_id: str) -> None:

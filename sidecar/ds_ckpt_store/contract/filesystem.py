@@ -21,6 +21,7 @@ from ds_ckpt_store.errors import ManifestError
 
 FILE_MODE = 0o664
 FOLDER_MODE = 0o2775
+_STAYS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR)
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,22 @@ class Filesystem:
             os.rename(leaf, target, src_dir_fd=folder)
         finally:
             os.close(folder)
+
+    def remove_folder_beneath(self, root: str, relative: str) -> bool:
+        """Remove an empty folder under ``root``, following no link on the way; False if it stays."""
+        try:
+            folder, leaf = self._open_parent(root, relative)
+        except (ManifestError, FileNotFoundError, NotADirectoryError):
+            return False
+        try:
+            os.rmdir(leaf, dir_fd=folder)
+        except OSError as error:
+            if error.errno in _STAYS:
+                return False
+            raise
+        finally:
+            os.close(folder)
+        return True
 
     def _open_parent(self, root: str, relative: str) -> tuple[int, str]:
         *folders, leaf = relative.split("/")
@@ -306,7 +323,7 @@ class Filesystem:
         try:
             os.rmdir(path)
         except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
+            if error.errno in _STAYS:
                 return False
             raise
         return True

@@ -71,7 +71,7 @@ def parse(kind: type[DocumentT], data: bytes) -> DocumentT:
     if not isinstance(raw, dict):
         raise ManifestError(f"{name} is not a JSON object")
     version = raw.get("schema")
-    if not isinstance(version, int) or version < 1:
+    if type(version) is not int or version < 1:
         raise ManifestError(f"{name} has no schema version")
     if version > SCHEMA:
         raise UnknownSchemaError(
@@ -207,8 +207,14 @@ class NodeManifest(SaveInfo):
                 if entry.path in seen:
                     raise ValueError(f"{what} {entry.path!r} is listed twice")
                 seen.add(entry.path)
-        if any("/" in entry.path for entry in self.companions):
+            for path in seen:
+                if not seen.isdisjoint(names.parents(path)):
+                    raise ValueError(f"{what} {path!r} lies below another file")
+        beside = {entry.path for entry in self.companions}
+        if any("/" in path for path in beside):
             raise ValueError("a companion lies beside the tag folder, not deeper")
+        if beside & {names.LATEST, self.tag.split("/", 1)[0]}:
+            raise ValueError("a companion has the name of the pointer or of the tag folder")
         if (self.node in self.nodes) != bool(self.shards):
             raise ValueError("the list of nodes must name exactly those that upload a shard")
         return self

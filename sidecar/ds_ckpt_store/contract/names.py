@@ -7,9 +7,11 @@ encoding is reversible. Its bound of 200 bytes leaves room for ``@`` and the sav
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import unicodedata
+from urllib.parse import unquote
 
 from ds_ckpt_store.contract.clock import fresh_token
 from ds_ckpt_store.errors import ManifestError, TagError
@@ -19,6 +21,7 @@ MAX_PATH = 1024
 MAX_COMPONENT = 255
 VOLUME_DIR = ".ds_ckpt"
 COMPANIONS_DIR = ".companions"
+LATEST = "latest"
 
 _SAVE_ID = re.compile(r"[0-9a-f]{12}-[0-9a-f]{16}")
 _NODE_ID = re.compile(r"[0-9a-f]{32}")
@@ -44,12 +47,17 @@ def check_tag(tag: str) -> str:
 
     Raises:
         TagError: empty, absolute, with ``.`` or ``..`` components, not UTF-8, with control
-            characters, under our own folder, or longer than 200 bytes once encoded.
+            characters, under our own folder or ``latest``, or longer than 200 bytes once encoded.
     """
     try:
         check_relative_path(tag)
     except ManifestError as error:
         raise TagError(f"tag {tag!r} cannot be uploaded: {error}; choose another tag") from None
+    if tag.split("/", 1)[0] == LATEST:
+        raise TagError(
+            f"tag {tag!r} cannot be restored: {LATEST!r} is the name of DeepSpeed's own pointer "
+            "beside the tag folders; choose another tag"
+        )
     if len(_encode(tag)) > MAX_ENCODED_TAG:
         raise TagError(
             f"tag {tag[:40]!r}... is {len(_encode(tag))} bytes once encoded, and "
@@ -74,25 +82,12 @@ def tag_of(folder: str) -> tuple[str, str]:
         TagError: the text is not the name of such a folder.
     """
     encoded, separator, save_id = folder.rpartition("@")
-    if not separator or not is_save_id(save_id) or "/" in encoded:
-        raise TagError(f"{folder!r} is not a folder of this layout (<tag>@<save id>)")
-    raw = bytearray()
-    source = encoded.encode()
-    position = 0
-    while position < len(source):
-        if source[position] == ord("%"):
-            try:
-                raw.append(int(source[position + 1 : position + 3], 16))
-            except ValueError:
-                raise TagError(f"{folder!r}: bad percent-encoding") from None
-            position += 3
-        else:
-            raw.append(source[position])
-            position += 1
-    try:
-        return raw.decode(), save_id
-    except UnicodeDecodeError:
-        raise TagError(f"{folder!r}: not UTF-8 once decoded") from None
+    if separator and is_save_id(save_id):
+        with contextlib.suppress(UnicodeError, TagError):
+            tag = unquote(encoded, errors="strict")
+            if folder_of(tag, save_id) == folder:
+                return tag, save_id
+    raise TagError(f"{folder!r} is not a folder of this layout (<tag>@<save id>)")
 
 
 def _encode(tag: str) -> str:
@@ -130,3 +125,9 @@ def check_relative_path(path: str) -> str:
     if path.split("/", 1)[0] in (VOLUME_DIR, COMPANIONS_DIR):
         raise ManifestError(f"path {path!r} lies in a folder that is reserved")
     return path
+
+
+def parents(path: str) -> list[str]:
+    """The folders above a relative path, the nearest last: ``a/b/c`` has ``a`` and ``a/b``."""
+    components = path.split("/")
+    return ["/".join(components[:count]) for count in range(1, len(components))]
