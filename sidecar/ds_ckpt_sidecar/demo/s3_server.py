@@ -119,7 +119,7 @@ class S3Server:
         config.write_text(json.dumps(self._identities()))
         command = [weed, "-logtostderr=true", "server", f"-dir={data}", f"-ip={HOST}"]
         command += [f"-ip.bind={HOST}", "-master.telemetry=false", "-master.volumeSizeLimitMB=1024"]
-        command += ["-volume.max=100", "-volume.preStopSeconds=0", "-s3", f"-s3.config={config}"]
+        command += ["-volume.max=1000", "-volume.preStopSeconds=0", "-s3", f"-s3.config={config}"]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"]
         command += [f"-{part}.port={port}" for part, port in ports.items()]
         with (self._folder / "weed.log").open("wb") as log:
@@ -129,6 +129,8 @@ class S3Server:
                 stdout=log,
                 stderr=log,
                 cwd=self._folder,
+                # A bucket takes one volume at first, not seven; there are not endless volumes.
+                env={**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"},
                 start_new_session=True,  # Ctrl-C of a terminal stops the demo first, then this
             )
         self._wait_until_ready()

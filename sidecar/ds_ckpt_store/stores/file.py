@@ -373,9 +373,10 @@ class FileStore:
             if not os.path.isdir(self._root):
                 self._require_parent(operation, key)
             raise NotFoundError(operation, key, f"no such file under {self._root}") from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise NotFoundError(operation, key, f"no regular file under {self._root}")
         with os.fdopen(fd, "rb", buffering=0) as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise NotFoundError(operation, key, f"no regular file under {self._root}")
             yield file
 
     def _require_parent(self, operation: str, key: str) -> None:
@@ -408,12 +409,14 @@ class FileStore:
     @contextlib.contextmanager
     def _temporary_file(self) -> Iterator[tuple[int, str]]:
         """A new file, locked as long as it is written, so that nobody takes it for a leftover."""
-        path = os.path.join(self._temporary, fresh_token(self._rng) + ".put")
-        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        try:
+        while True:
+            path = os.path.join(self._temporary, fresh_token(self._rng) + ".put")
+            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
             fcntl.flock(fd, fcntl.LOCK_EX)
-            if os.fstat(fd).st_nlink == 0:  # swept between the two lines above
-                raise BlockingIOError(errno.EAGAIN, "temporary file was swept", path)
+            if os.fstat(fd).st_nlink:
+                break
+            os.close(fd)  # taken for a leftover between the two calls above
+        try:
             yield fd, path
         finally:
             with contextlib.suppress(FileNotFoundError):

@@ -36,6 +36,7 @@ from ds_ckpt_store.stores.port import (
 )
 
 T = TypeVar("T")
+BATCH = 1000  # keys of a listing that are taken under one guard
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,28 @@ class RetryStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Begun anew after a failure, and continued after the last key that was handed over."""
-        yield from self._resumed(self._store.list, prefix, lambda info: info.key.encode())
+        last: bytes | None = None
+        source: Iterator[ObjectInfo] | None = None
+
+        def attempt() -> Sequence[ObjectInfo]:
+            nonlocal source
+            found = []
+            try:
+                source = self._store.list(prefix) if source is None else source
+                for info in source:
+                    if last is None or info.key.encode() > last:
+                        found.append(info)
+                        if len(found) == BATCH:
+                            break
+            except TransientError:
+                source = None
+                if not found:
+                    raise
+            return found
+
+        while batch := self._retry(attempt):
+            last = batch[-1].key.encode()
+            yield from batch
 
     def uploads(self, prefix: str) -> Iterator[Upload]:
         """Taken whole, because uploads come in no order that could be continued."""
@@ -204,27 +226,6 @@ class RetryStore:
         return self._retry(lambda: self._store.complete(upload, parts), ambiguous=False)
 
     # ---- how
-
-    def _resumed(
-        self,
-        listing: Callable[[str], Iterator[ObjectInfo]],
-        prefix: str,
-        order: Callable[[ObjectInfo], bytes],
-    ) -> Iterator[ObjectInfo]:
-        last: bytes | None = None
-        source = listing(prefix)
-
-        def following() -> ObjectInfo | None:
-            nonlocal source
-            try:
-                return next((info for info in source if last is None or order(info) > last), None)
-            except TransientError:
-                source = listing(prefix)
-                raise
-
-        while (info := self._retry(following)) is not None:
-            last = order(info)
-            yield info
 
     def _retry(self, call: Callable[[], T], *, ambiguous: bool = True) -> T:
         started = self._clock.monotonic()

@@ -18,7 +18,8 @@ Why this is a swap:
 
 After a swap the plain key is refreshed, so that any tool finds ``latest`` where it looks. That copy
 may be one swap behind if the writer dies in between; here it is read only if there are no versions
-(an object that somebody else put there), and then its version token is ``0``.
+(an object that was put without a condition), and then a swap checks its version before it creates
+the first number.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class SwapByCreate:
 
     def complete(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
         """Passed on."""
-        return self._store.complete(upload, parts)
+        return _plain(self._store.complete(upload, parts))
 
     def abort(self, upload: Upload) -> None:
         """Passed on."""
@@ -120,14 +121,15 @@ class SwapByCreate:
         highest = max(numbers, default=0)
         if condition is None:
             if highest == 0:
-                return self._store.put(key, source)
+                return _plain(self._store.put(key, source))
             return self._put_over(key, source)
-        if isinstance(condition, IfAbsent) and (highest or self._is_plain(key)):
+        current = str(highest) if highest else self._plain_version(key)
+        if isinstance(condition, IfAbsent) and current:
             raise PreconditionError("put", key, "exists")
-        if isinstance(condition, IfVersion) and (
-            condition.version != str(highest) or (highest == 0 and not self._is_plain(key))
-        ):
-            raise PreconditionError("put", key, f"has version {highest}, not {condition.version!r}")
+        if isinstance(condition, IfVersion) and current != condition.version:
+            raise PreconditionError(
+                "put", key, f"has version {current!r}, not {condition.version!r}"
+            )
         info = self._create(key, highest + 1, source)
         with contextlib.suppress(StoreError):  # the next swap prunes what is left
             for number in numbers:
@@ -140,22 +142,22 @@ class SwapByCreate:
             info = self._store.put(_name(key, number), source, condition=IfAbsent())
         except PreconditionError as error:
             raise PreconditionError("put", key, f"version {number} exists") from error
-        if number <= max(self._numbers(key), default=0) - KEPT:
+        if number <= self._highest(key) - KEPT:
             raise PreconditionError("put", key, f"version {number} came too late")
         with contextlib.suppress(StoreError):  # the swap is decided; the copy can wait for the next
             self._refresh(key)
-        return _as(key, number, info)
+        return _numbered(key, number, info)
 
     def _put_over(self, key: str, source: Source) -> ObjectInfo:
         """Write over whatever version there is."""
         while True:
             with contextlib.suppress(PreconditionError):
-                return self._create(key, max(self._numbers(key), default=0) + 1, source)
+                return self._create(key, self._highest(key) + 1, source)
 
     def _refresh(self, key: str) -> None:
         """Copy the highest version to the plain key, until it is still the highest afterwards."""
         copied = 0
-        while (highest := max(self._numbers(key), default=0)) > copied:
+        while (highest := self._highest(key)) > copied:
             data, _ = self._store.get(_name(key, highest))
             self._store.put(key, BytesSource(data))
             copied = highest
@@ -171,18 +173,24 @@ class SwapByCreate:
 
     def get(self, key: str) -> tuple[bytes, ObjectInfo]:
         """The highest version."""
-        number, name = self._current(key)
-        data, info = self._store.get(name)
-        return data, _as(key, number, info)
+        highest = self._highest(key)
+        if highest == 0:
+            data, info = self._store.get(key)
+            return data, _plain(info)
+        data, info = self._store.get(_name(key, highest))
+        return data, _numbered(key, highest, info)
 
     def head(self, key: str) -> ObjectInfo:
         """The highest version."""
-        number, name = self._current(key)
-        return _as(key, number, self._store.head(name))
+        highest = self._highest(key)
+        if highest == 0:
+            return _plain(self._store.head(key))
+        return _numbered(key, highest, self._store.head(_name(key, highest)))
 
     def read(self, key: str, offset: int, length: int, sink: Sink) -> None:
         """A range of the highest version."""
-        self._store.read(self._current(key)[1], offset, length, sink)
+        highest = self._highest(key)
+        self._store.read(_name(key, highest) if highest else key, offset, length, sink)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects with versions, each once as its highest, and those without."""
@@ -190,31 +198,28 @@ class SwapByCreate:
         for info in self._store.list(VERSIONS + prefix):
             key, _, number = info.key.removeprefix(VERSIONS).rpartition("/")
             if _is_number(number):
-                highest[key] = _as(key, int(number), info)
+                highest[key] = _numbered(key, int(number), info)
         plain = (
-            _as(info.key, 0, info)
+            _plain(info)
             for info in self._store.list(prefix)
             if info.key not in highest and not info.key.startswith(VERSIONS)
         )
         versioned = sorted(highest.values(), key=_order)
         yield from heapq.merge(plain, versioned, key=_order)
 
-    def _current(self, key: str) -> tuple[int, str]:
-        """(number, name) of the highest version; (0, key) if there is none."""
-        highest = max(self._numbers(key), default=0)
-        return highest, _name(key, highest) if highest else key
+    def _highest(self, key: str) -> int:
+        return max(self._numbers(key), default=0)
 
     def _numbers(self, key: str) -> Sequence[int]:
         inside = f"{VERSIONS}{key}/"
         names = (info.key.removeprefix(inside) for info in self._store.list(inside))
         return [int(name) for name in names if _is_number(name)]
 
-    def _is_plain(self, key: str) -> bool:
+    def _plain_version(self, key: str) -> str:
         try:
-            self._store.head(key)
+            return _plain(self._store.head(key)).version
         except NotFoundError:
-            return False
-        return True
+            return ""
 
 
 def has_versions(store: Store) -> bool:
@@ -230,8 +235,12 @@ def _is_number(text: str) -> bool:
     return len(text) == DIGITS and text.isdecimal() and text.isascii()
 
 
-def _as(key: str, number: int, info: ObjectInfo) -> ObjectInfo:
+def _numbered(key: str, number: int, info: ObjectInfo) -> ObjectInfo:
     return dataclasses.replace(info, key=key, version=str(number))
+
+
+def _plain(info: ObjectInfo) -> ObjectInfo:
+    return dataclasses.replace(info, version=f"plain-{info.version}")
 
 
 def _order(info: ObjectInfo) -> bytes:

@@ -1,0 +1,44 @@
+"""Servers that several folders of tests use; each starts once per process, when first asked for."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from tests import servers
+
+
+@pytest.fixture(scope="session")
+def aws_credentials() -> Iterator[tuple[str, str]]:
+    """Keys that every test server knows, where boto3 finds them; nothing of the user's own."""
+    keys = f"key{uuid.uuid4().hex[:12]}", uuid.uuid4().hex
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", keys[0])
+        patch.setenv("AWS_SECRET_ACCESS_KEY", keys[1])
+        patch.setenv("AWS_DEFAULT_REGION", servers.REGION)
+        patch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+        patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        for name in ("AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+            patch.delenv(name, raising=False)
+        yield keys
+
+
+@pytest.fixture(scope="session")
+def seaweed(
+    tmp_path_factory: pytest.TempPathFactory, aws_credentials: tuple[str, str]
+) -> Iterator[servers.S3]:
+    """An S3 that refuses wrong checksums and honours conditions."""
+    with servers.seaweed(tmp_path_factory.mktemp("seaweed"), *aws_credentials) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def juicefs(
+    tmp_path_factory: pytest.TempPathFactory, aws_credentials: tuple[str, str]
+) -> Iterator[servers.S3]:
+    """An S3 that accepts wrong checksums and ignores conditions."""
+    with servers.juicefs(tmp_path_factory.mktemp("juicefs"), *aws_credentials) as server:
+        yield server
