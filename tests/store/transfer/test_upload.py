@@ -222,7 +222,11 @@ def test_a_part_in_the_log_that_the_store_does_not_have_is_sent(tmp_path: Path) 
     assert scene.holds(shard)
 
 
-def test_a_complete_whose_answer_was_lost_after_it_was_applied_is_done(scene: Scene) -> None:
+@pytest.mark.parametrize("proof", PROOFS)
+def test_a_complete_whose_answer_was_lost_after_it_was_applied_is_done(
+    scene: Scene, proof: Proof
+) -> None:
+    scene.store = FaultyStore(memory_store(scene.bucket, proof))
     shard = scene.shard("rank0.pt", 4 * PART)
     scene.fault(Rule("complete", "fail-after"))
     scene.upload(shard)
@@ -500,6 +504,14 @@ def test_no_more_than_the_streams_are_busy_and_none_is_idle(scene: Scene) -> Non
     scene.upload(shard, streams=3)
     assert full.is_set()
     assert most == 3
+
+
+def test_a_shard_that_was_begun_earlier_is_finished_first(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, InlineExecutor())
+    shards = [scene.shard(f"{i}.pt", 5 * PART) for i in range(3)]
+    scene.upload(*shards, streams=3)
+    assert [stored.key for stored in scene.stored] == ["0.pt", "1.pt", "2.pt"]
+    assert [call.key for call in scene.store.asked("put_part")][:5] == ["0.pt"] * 5
 
 
 # ---- pausing
