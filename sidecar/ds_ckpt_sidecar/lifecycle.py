@@ -279,6 +279,7 @@ class Lifecycle:
             self._catalog.point(record)
             if save.state != "committed":
                 self._journal.forget_work(save.save_id)
+                save.bytes_done = save.bytes_total
                 self.enter(save, "committed")
             return
         self._withdraw(save)
