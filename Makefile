@@ -64,7 +64,7 @@ demo: $(STAMP) ## train, lose everything, restore, resume; STORE=file|s3 ZERO=0|
 	$(BIN)/ds-ckpt demo --store $(STORE) --zero-stage $(ZERO) $(ARGS)
 
 bench: $(STAMP) ## the benchmarks in bench/, each beside what one would use instead
-	@for file in bench/bench_*.py; do \
+	@for file in bench/[a-z]*.py; do \
 		echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; \
 	done
 
