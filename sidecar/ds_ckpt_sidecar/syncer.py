@@ -152,8 +152,13 @@ class Syncer:
         self._reporter.error(troubled)
 
     def renew(self) -> None:
-        """Renew the lease if it is due; called from ``check`` too, so also in a long upload."""
-        if self._attempt and self._clock.monotonic() >= self._renew_due and not self._released:
+        """Renew the lease if it is due; called from ``check`` too, so also in a long upload.
+
+        Only while there is work or a live trainer: a run that is over must not keep others out.
+        """
+        if not self._attempt or self._released or self._clock.monotonic() < self._renew_due:
+            return
+        if self.unfinished() or self._trainer_lives():
             self._take(self._attempt, ())
 
     # ---- find
@@ -165,6 +170,7 @@ class Syncer:
             if save.file_name not in names:
                 del self._saves[save_id]
         self._bad = {name: why for name, why in self._bad.items() if name in names}
+        self._forget_gone({name.split(".")[0] for name in names})
         for entry in found:
             if entry.manifest is None:
                 self._refuse(entry)
@@ -180,6 +186,14 @@ class Syncer:
                         **self._lifecycle.facts(save),
                         nodes=len(save.manifest.nodes),
                     )
+
+    def _forget_gone(self, there: set[str]) -> None:
+        """Once, at start: what the journal knows of saves that have left the volume meanwhile."""
+        if self._swept:
+            return
+        for save_id in self._journal.save_ids():
+            if save_id not in there:
+                self._journal.forget(save_id)
 
     def _refuse(self, entry: Found) -> None:
         """A file of the outbox that is no manifest for us: say so once, and keep it."""
@@ -202,6 +216,13 @@ class Syncer:
         except (InputError, OSError) as error:
             self._failures.error("trainer", "trainer.unreadable", error=str(error))
             return None
+
+    def _trainer_lives(self) -> bool:
+        """Whether the trainer's heartbeat is fresh; both containers of a pod share one clock."""
+        trainer = self._trainer()
+        if trainer is None or trainer.finished:
+            return False
+        return abs(self._clock.time() - trainer.time) <= TRAINER_SILENT_SECONDS
 
     # ---- own
 
@@ -324,7 +345,7 @@ class Syncer:
         kept = committed[len(committed) - min(self._settings.keep_local, len(committed)) :]
         for save in [s for s in self._saves.values() if s.state in DECIDED and s not in kept]:
             try:
-                if self._lifecycle.clean(save):
+                if self._lifecycle.clean(save, folder_reused=self._is_reused(save)):
                     del self._saves[save.save_id]
                     self._reporter.forget(save.save_id)
             except OSError as error:
@@ -336,6 +357,15 @@ class Syncer:
                 )
         if committed:
             self._tidy_restored(committed[-1])
+
+    def _is_reused(self, save: Save) -> bool:
+        """Whether a later save of the same tag lives in the same folder."""
+        mine = save.manifest
+        return any(
+            (other.manifest.root, other.manifest.tag) == (mine.root, mine.tag)
+            and other.save_id > save.save_id
+            for other in self._saves.values()
+        )
 
     def _tidy_restored(self, newest: Save) -> None:
         """The checkpoint that this volume was restored from goes once a later one is committed."""
