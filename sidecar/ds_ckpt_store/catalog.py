@@ -43,12 +43,14 @@ from ds_ckpt_store.contract.manifest import (
 from ds_ckpt_store.errors import (
     AmbiguousError,
     DamagedError,
+    InputError,
     ManifestError,
     NotFoundError,
     NothingCommittedError,
     OwnershipError,
     PreconditionError,
     TagError,
+    UnknownSchemaError,
 )
 from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, ObjectInfo, Store
 
@@ -197,7 +199,8 @@ class Catalog:
         rng: source of nonces.
 
     Attributes:
-        damaged: keys of records that :meth:`records` could not read, with the reason.
+        damaged: keys of records and intents that :meth:`records` and :meth:`undecided` could not
+            read when they were last called, with the reason.
     """
 
     def __init__(self, store: Store, rng: random.Random) -> None:
@@ -316,12 +319,13 @@ class Catalog:
                 return intent
 
     def undecided(self) -> list[Intent]:
-        """Intents without a record, oldest first."""
+        """Intents without a record, oldest first; unreadable ones are in :attr:`damaged`."""
         decided = {key[len(_RECORDS) :] for key in self._keys(_RECORDS)}
+        self._forget_damaged(_SAVES)
         return [
             found[0]
             for key in self._keys(_SAVES)
-            if key[len(_SAVES) :] not in decided and (found := self._read(key, Intent))
+            if key[len(_SAVES) :] not in decided and (found := self._read_or_note(key, Intent))
         ]
 
     def put_receipt(self, receipt: Receipt) -> None:
@@ -397,20 +401,16 @@ class Catalog:
     def records(self) -> list[Record]:
         """Every record, committed or tombstone, oldest first by :attr:`Record.order`.
 
-        One that cannot be read as a record is left out and named in :attr:`damaged`, so that it
-        does not stand between a user and every other checkpoint.
+        One that cannot be read as a record, or is of a newer version, is left out and named in
+        :attr:`damaged`, so that it does not stand between a user and every other checkpoint.
         """
         found = []
         seen = {}
-        self.damaged = {}
+        self._forget_damaged(_RECORDS)
         for info in self.store.list(_RECORDS):
             cached = self._cache.get(info.key)
             if cached is None or not info.version or cached[0] != info.version:
-                try:
-                    read = self._read(info.key, Record)
-                except DamagedError as error:
-                    self.damaged[info.key] = str(error)
-                    continue
+                read = self._read_or_note(info.key, Record)
                 if read is None:
                     continue
                 cached = (info.version, read[0])
@@ -462,9 +462,11 @@ class Catalog:
     # ---- pointer
 
     def latest(self) -> Record | None:
-        """The committed record that ``latest`` names; None if it names nothing of ours."""
+        """The committed record that ``latest`` names; None if it names nothing that we can read."""
         text = self.latest_text()
-        return self._named_by(text) if text is not None else None
+        with contextlib.suppress(UnknownSchemaError):
+            return self._named_by(text) if text is not None else None
+        return None
 
     def latest_text(self) -> str | None:
         """What ``latest`` says, or None if there is no such object."""
@@ -477,6 +479,9 @@ class Catalog:
 
         Returns:
             Whether ``latest`` was moved.
+
+        Raises:
+            UnknownSchemaError: it names a record of a newer version than ours; it stays.
         """
         while True:
             try:
@@ -500,7 +505,10 @@ class Catalog:
             _, save_id = names.tag_of(folder)
         except TagError:
             return None
-        record = self.record(save_id)
+        try:
+            record = self.record(save_id)
+        except DamagedError:
+            return None
         if record is None or record.state != "committed" or record.folder != folder:
             return None
         return record
@@ -520,7 +528,7 @@ class Catalog:
         """Save ids that a live hold protects, by the store's own clock."""
         protected = set()
         for info in self.store.list(_HOLDS):
-            with contextlib.suppress(NotFoundError, ManifestError):
+            with contextlib.suppress(NotFoundError, InputError):
                 document = parse(Hold, self.store.get(info.key)[0])
                 if info.modified + document.seconds > store_time:
                     protected.add(document.save_id)
@@ -551,13 +559,26 @@ class Catalog:
         except NotFoundError:
             return None
         try:
-            return parse(kind, data), info
+            document = parse(kind, data)
+            _check_place(key, document)
         except ManifestError as error:
             raise DamagedError(
                 f"{self.store.url}/{key} is not what it should be: {error}; nothing is decided "
                 "from it; put it right or move it away by hand",
                 (key,),
             ) from None
+        return document, info
+
+    def _read_or_note(self, key: str, kind: type[DocumentT]) -> tuple[DocumentT, ObjectInfo] | None:
+        """As :meth:`_read`; one that is bad, or newer than we are, must not hide the others."""
+        try:
+            return self._read(key, kind)
+        except (DamagedError, UnknownSchemaError) as error:
+            self.damaged[key] = str(error)
+            return None
+
+    def _forget_damaged(self, prefix: str) -> None:
+        self.damaged = {k: v for k, v in self.damaged.items() if not k.startswith(prefix)}
 
     def _need(self, key: str, kind: type[DocumentT]) -> DocumentT:
         found = self._read(key, kind)
@@ -581,6 +602,18 @@ class Catalog:
             except NotFoundError:
                 return None
             return info if stored == data else None
+
+
+def _check_place(key: str, document: Document) -> None:
+    """A document about a save lies under that save's name: a copied one decides nothing."""
+    if isinstance(document, SaveInfo):
+        name = f"/{document.save_id}.json"
+    elif isinstance(document, Receipt):
+        name = f"/{document.save_id}/{document.node}.json"
+    else:
+        return
+    if not key.endswith(name):
+        raise ManifestError(f"it is about save {document.save_id}")
 
 
 def _is_earlier(attempt: str, than: str) -> bool:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from ds_ckpt_store.errors import ManifestError
 
 FILE_MODE = 0o664
 FOLDER_MODE = 0o2775
+_TEMPORARY = re.compile(r"\.(.+)\.[0-9]+\.[0-9a-f]{8}\.tmp")
 _STAYS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR)
 
 
@@ -127,7 +129,7 @@ class Filesystem:
             os.close(folder)
 
     def remove_folder_beneath(self, root: str, relative: str) -> bool:
-        """Remove an empty folder under ``root``, following no link on the way; False if it stays."""
+        """Remove an empty folder under ``root``, following no link; False if it stays."""
         try:
             folder, leaf = self._open_parent(root, relative)
         except (ManifestError, FileNotFoundError, NotADirectoryError):
@@ -285,6 +287,21 @@ class Filesystem:
             os.unlink(temporary)
             raise
         return temporary
+
+    def temporaries(self, folder: str) -> list[tuple[str, str, float]]:
+        """Files that a writer is at work on, or left when it was killed.
+
+        Returns:
+            For each the path, the name that it would have got (its first 200 characters), and when
+            it was written, in seconds since the epoch.
+        """
+        found = []
+        for name in self.names(folder):
+            match = _TEMPORARY.fullmatch(name)
+            state = self.stat(f"{folder}/{name}") if match else None
+            if match and state is not None and state.is_regular:
+                found.append((f"{folder}/{name}", match.group(1), state.mtime_ns / 1e9))
+        return found
 
     def open_write(self, path: str) -> int:
         """A descriptor to write ranges of a file of our own, created if absent, links refused."""

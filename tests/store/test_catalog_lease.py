@@ -1,0 +1,175 @@
+"""Who owns a prefix: by the store's clock, by attempts, never by our own clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_ckpt_store.catalog import Lease
+from ds_ckpt_store.errors import DamagedError, OwnershipError
+from tests.store.prefix import NODE, OTHER, Prefix
+
+OWNER = ".ds_ckpt/owner.json"
+
+
+@pytest.fixture
+def prefix() -> Prefix:
+    return Prefix()
+
+
+def test_the_first_to_come_gets_epoch_one(prefix: Prefix) -> None:
+    lease = prefix.catalog.own("run", prefix.attempt(), NODE, nodes=[NODE, OTHER])
+    assert (lease.epoch, lease.newest, lease.took_over) == (1, True, "")
+    owner = prefix.catalog.owner()
+    assert owner is not None
+    assert owner.unfinished == [NODE, OTHER]
+
+
+def test_the_same_attempt_renews_and_keeps_its_epoch(prefix: Prefix) -> None:
+    prefix.catalog.own("run", prefix.attempt(), NODE)
+    before = prefix.store.head(OWNER)
+    prefix.clock.sleep(60)
+    assert prefix.catalog.own("run", prefix.attempt(), NODE).epoch == 1
+    after = prefix.store.head(OWNER)
+    assert after.modified == before.modified + 60
+    assert after.version != before.version
+
+
+def test_both_nodes_of_an_attempt_share_its_epoch(prefix: Prefix) -> None:
+    prefix.catalog.own("run", prefix.attempt(), NODE)
+    assert prefix.another().own("run", prefix.attempt(), OTHER).epoch == 1
+    owner = prefix.catalog.owner()
+    assert owner is not None
+    assert owner.unfinished == [NODE, OTHER]
+
+
+def test_a_new_attempt_raises_the_epoch_and_the_old_one_is_passed(prefix: Prefix) -> None:
+    prefix.catalog.own("run", prefix.attempt(0), NODE)
+    assert prefix.catalog.own("run", prefix.attempt(1), NODE).epoch == 2
+    lingering = prefix.another().own("run", prefix.attempt(0), OTHER)
+    assert (lingering.epoch, lingering.newest) == (1, False)
+    owner = prefix.catalog.owner()
+    assert owner is not None
+    assert owner.attempt == prefix.attempt(1)
+
+
+def test_an_earlier_attempt_that_nobody_registered_does_not_outrank_a_later_one(
+    prefix: Prefix,
+) -> None:
+    prefix.catalog.own("run", prefix.attempt(0), NODE)
+    prefix.catalog.own("run", prefix.attempt(5), NODE)
+    late = prefix.another().own("run", prefix.attempt(3), OTHER)
+    assert not late.newest
+    assert late.epoch == 1
+    first_of_all = prefix.another().own("run", "0" * 12 + "-" + "0" * 16, OTHER)
+    assert not first_of_all.newest
+    assert first_of_all.epoch < 1
+
+
+def test_an_owner_that_was_lost_does_not_set_epochs_back(prefix: Prefix) -> None:
+    prefix.commit(epoch=7)
+    prefix.store.delete(OWNER)
+    assert prefix.catalog.own("run", prefix.attempt(1), NODE).epoch == 8
+
+
+# ---- two runs
+
+
+def test_a_foreign_live_run_is_refused_by_name_and_nothing_of_it_is_touched(
+    prefix: Prefix,
+) -> None:
+    prefix.catalog.own("run", prefix.attempt(), NODE)
+    prefix.commit()
+    before = {key: prefix.store.head(key) for key in prefix.stored_keys()}
+    prefix.clock.sleep(599)
+    with pytest.raises(OwnershipError, match=r"belongs to run 'run'.*'intruder'.*another prefix"):
+        prefix.another().own("intruder", prefix.attempt(9), OTHER)
+    after = {key: prefix.store.head(key) for key in prefix.stored_keys()}
+    assert {key: info for key, info in after.items() if "/clock/" not in key} == before
+
+
+def test_a_silent_foreign_run_is_taken_over_by_the_stores_clock_alone(prefix: Prefix) -> None:
+    prefix.catalog.own("run", prefix.attempt(), NODE)
+    prefix.clock.sleep(601)  # the store's clock: no other is asked
+    lease = prefix.another().own("second", prefix.attempt(9), OTHER)
+    assert (lease.epoch, lease.newest, lease.took_over) == (2, True, "run")
+
+
+def test_how_long_silence_lasts_is_a_setting(prefix: Prefix) -> None:
+    prefix.catalog.own("run", prefix.attempt(), NODE)
+    prefix.clock.sleep(31)
+    assert prefix.another().own("second", "x", OTHER, stale_after=30).took_over == "run"
+
+
+def test_a_foreign_run_that_is_finished_on_all_nodes_is_taken_over_at_once(prefix: Prefix) -> None:
+    prefix.catalog.own("run", prefix.attempt(), NODE, nodes=[NODE, OTHER])
+    prefix.catalog.own("run", prefix.attempt(), NODE, finished=True)
+    with pytest.raises(OwnershipError):
+        prefix.another().own("second", "x", OTHER)
+    prefix.catalog.own("run", prefix.attempt(), OTHER, finished=True)
+    assert prefix.another().own("second", "x", OTHER).epoch == 2
+
+
+def test_a_run_that_comes_back_is_refused_only_while_the_one_that_took_over_lives(
+    prefix: Prefix,
+) -> None:
+    prefix.catalog.own("run", prefix.attempt(0), NODE)
+    prefix.clock.sleep(601)
+    prefix.another().own("second", prefix.attempt(1), OTHER)
+    with pytest.raises(OwnershipError, match="'second'"):
+        prefix.catalog.own("run", prefix.attempt(0), NODE)
+    prefix.clock.sleep(601)
+    back = prefix.catalog.own("run", prefix.attempt(0), NODE)
+    assert (back.epoch, back.took_over) == (3, "second")
+
+
+# ---- races and lost answers
+
+
+def test_two_that_create_at_once_agree_on_one_owner(prefix: Prefix) -> None:
+    rival: list[Lease] = []
+    prefix.fault(
+        "put",
+        "call",
+        OWNER,
+        action=lambda: rival.append(prefix.another().own("run", prefix.attempt(), OTHER)),
+    )
+    lease = prefix.catalog.own("run", prefix.attempt(), NODE)
+    assert (lease.epoch, rival[0].epoch) == (1, 1)
+    owner = prefix.catalog.owner()
+    assert owner is not None
+    assert owner.unfinished == [NODE, OTHER]
+
+
+def test_a_renewal_that_races_with_a_newer_attempt_does_not_undo_it(prefix: Prefix) -> None:
+    prefix.catalog.own("run", prefix.attempt(0), NODE)
+    prefix.fault(
+        "put", "call", OWNER, action=lambda: prefix.another().own("run", prefix.attempt(1), OTHER)
+    )
+    lease = prefix.catalog.own("run", prefix.attempt(0), NODE)
+    assert (lease.epoch, lease.newest) == (1, False)
+    owner = prefix.catalog.owner()
+    assert owner is not None
+    assert (owner.attempt, owner.epoch) == (prefix.attempt(1), 2)
+
+
+@pytest.mark.parametrize("fault", ["fail-after", "late"])
+@pytest.mark.parametrize("renewal", [False, True])
+def test_an_answer_that_was_lost_gives_no_second_epoch(
+    prefix: Prefix, fault: str, renewal: bool
+) -> None:
+    if renewal:
+        prefix.catalog.own("run", prefix.attempt(0), NODE)
+    prefix.fault("put", fault, OWNER)
+    lease = prefix.catalog.own("run", prefix.attempt(1), NODE)
+    prefix.store.apply_late()
+    owner = prefix.catalog.owner()
+    assert owner is not None
+    assert lease.epoch == owner.epoch == (2 if renewal else 1)
+    assert owner.attempt == prefix.attempt(1)
+
+
+def test_an_owner_that_cannot_be_read_is_named_and_not_overwritten(prefix: Prefix) -> None:
+    prefix.put(OWNER, b"garbage")
+    with pytest.raises(DamagedError, match=r"owner\.json"):
+        prefix.catalog.own("run", prefix.attempt(), NODE)
+    assert prefix.text(OWNER) == "garbage"
