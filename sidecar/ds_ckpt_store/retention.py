@@ -104,8 +104,12 @@ class Retention:
 
     def _purge(self, lease: Lease) -> tuple[tuple[str, ...], int]:
         purged, objects = [], 0
+        # A hold that came between our look at the holds and the swap keeps the objects at least.
+        held = self._catalog.held(lease.store_time)
         for record in self._catalog.records():
             if record.state != "deleted" or record.purged or record.run_id != self._run_id:
+                continue
+            if record.save_id in held:
                 continue
             if lease.store_time - self._catalog.record_modified(record.save_id) < self._pause:
                 continue
