@@ -16,6 +16,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from ds_ckpt_sidecar import __version__
 from ds_ckpt_sidecar.journal import Journal
 from ds_ckpt_sidecar.lifecycle import Lifecycle
+from ds_ckpt_sidecar.local import LocalFiles
 from ds_ckpt_sidecar.observe.log import Growing, Log
 from ds_ckpt_sidecar.observe.report import AgentState, Reporter
 from ds_ckpt_sidecar.outbox import watch
@@ -112,7 +113,8 @@ class Agent:
                 uid=os.geteuid(),
                 streams=self._settings.streams,
             )
-            store = self._connect(once)
+            self._clear_up()
+            store = self._connect(once, node)
             if store is None:
                 return 1
             path = self._settings.journal or self._volume.journal
@@ -180,13 +182,21 @@ class Agent:
             if once or self._wait(self._settings.rescan_seconds):
                 return None
 
-    def _connect(self, once: bool) -> Store | None:
+    def _clear_up(self) -> None:
+        """Remove what an agent that was killed has left on the volume."""
+        try:
+            for sentence in LocalFiles(self._volume).clear_up(self._clock.time()):
+                self._log.warning("volume.cleared_up", reason=sentence)
+        except OSError as error:
+            self._log.error("volume.not_cleared_up", error=str(error))
+
+    def _connect(self, once: bool, node: str) -> Store | None:
         """Learn what the store really does, until it answers; None if it should exit instead."""
         tries = 0
         while True:
             retrying = RetryStore(self._store, self._clock, self._rng)
             try:
-                findings = probe(retrying, self._rng)
+                findings = probe(retrying, self._rng, node)
                 fitted = fit(retrying, findings, allow_weak=self._settings.allow_weak_store)
             except (StoreError, WeakStoreError) as error:
                 tries += 1

@@ -31,8 +31,10 @@ from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.manifest import NodeManifest, SaveState, SaveStatus, Shard
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import (
+    AccessError,
     ManifestError,
     NotFoundError,
+    RefusedError,
     ShardChangedError,
 )
 from ds_ckpt_store.transfer.upload import LocalShard, Uploader
@@ -278,6 +280,7 @@ class Lifecycle:
         if record.state == "committed":
             self._catalog.point(record)
             if save.state != "committed":
+                self._end_uploads(save)
                 self._journal.forget_work(save.save_id)
                 save.bytes_done = save.bytes_total
                 self.enter(save, "committed")
@@ -292,8 +295,7 @@ class Lifecycle:
 
     def _withdraw(self, save: Save) -> None:
         """Remove what this node stored of a save that will never be a checkpoint."""
-        for upload in self._journal.uploads(save.save_id):
-            self._catalog.store.abort(upload)
+        self._end_uploads(save)
         if save.record is not None and save.record.state == "abandoned":
             manifest = save.manifest
             self._catalog.delete_objects(
@@ -304,20 +306,39 @@ class Lifecycle:
             )
         self._journal.forget_work(save.save_id)
 
+    def _end_uploads(self, save: Save) -> None:
+        """Abort unfinished uploads of a decided save, also one that the journal never heard of.
+
+        An agent that is killed between beginning an upload and noting it leaves such a one. The
+        save is decided, so no node has a use for any of them.
+        """
+        store = self._catalog.store
+        try:
+            for upload in self._journal.uploads(save.save_id):
+                store.abort(upload)
+            for upload in store.uploads(f"{save.manifest.folder}/"):
+                store.abort(upload)
+        except (AccessError, RefusedError) as error:
+            self._log.warning("uploads.left", **self.facts(save), error=str(error))
+
     # ---- off the volume
 
-    def clean(self, save: Save) -> bool:
+    def clean(self, save: Save, *, folder_reused: bool = False) -> bool:
         """Remove a decided save from the volume; False if the trainer's ``latest`` names it.
 
         The manifest goes last, so that a run that dies on the way is repeated.
+
+        Args:
+            save: the save.
+            folder_reused: a later save of the same tag lives in its folder; the links alone go.
         """
         manifest = save.manifest
         if save.state not in DECIDED:
             return False
         kept = save.record is not None and save.record.state == "committed"
-        if kept and self._local.is_latest(manifest):
+        if kept and not folder_reused and self._local.is_latest(manifest):
             return False
-        self._local.remove(manifest)
+        self._local.remove(manifest, links_only=folder_reused)
         self.enter(save, "cleaned" if save.state == "committed" else save.state, save.reason)
         self._volume.fs.unlink(f"{self._volume.outbox}/{save.file_name}")
         self._volume.fs.sync_folder(self._volume.outbox)

@@ -2,7 +2,8 @@
 
 The trainer's container owns these files and may change them at any moment, so nothing is believed:
 paths are opened without following a link, and a name is unlinked only after it was taken into our
-own folder and found to be, still, what the manifest names.
+own folder and found to be, still, what the manifest names. Killed anywhere, it leaves each file
+under its name, or in our own folder until the same removal is repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.filesystem import FileStat
 from ds_ckpt_store.contract.manifest import NodeManifest, Restored, RestoredFile, Shard
 from ds_ckpt_store.contract.volume import Volume
-from ds_ckpt_store.errors import ManifestError, ShardChangedError, ShardUnreadableError
+from ds_ckpt_store.errors import (
+    InputError,
+    ManifestError,
+    ShardChangedError,
+    ShardUnreadableError,
+)
+
+STALE_SECONDS = 3600.0
 
 
 class LocalFiles:
@@ -99,15 +107,59 @@ class LocalFiles:
 
     # ---- removing
 
-    def remove(self, manifest: NodeManifest) -> None:
-        """Remove what is left of a save: the trainer's names that have not changed, the links."""
-        self._remove_files(
-            manifest.save_id,
-            [
-                (self._own_path(manifest, shard, companion=False), shard)
-                for shard in (*manifest.shards, *manifest.replicas)
-            ],
-        )
+    def clear_up(self, now: float) -> list[str]:
+        """Remove what killed writers have left; for the holder of the volume's lock, at start.
+
+        Half-written files go at once where nobody but the holder writes, else when they are older
+        than an hour: the hook or a restore may be at work. Files that were taken for a removal
+        that nothing names any more (its manifest is gone) are set aside, not removed: nobody knows
+        whether they are stored.
+
+        Args:
+            now: seconds since the epoch.
+
+        Returns:
+            A sentence for each thing done that a person should know.
+        """
+        volume, fs = self._volume, self._volume.fs
+        for folder in (volume.status, volume.outbox, volume.own, volume.path):
+            for path, target, written in fs.temporaries(folder):
+                ours = folder == volume.status and target != "trainer.json"
+                foreign = folder == volume.path and target != "latest"
+                if ours or (not foreign and now - written > STALE_SECONDS):
+                    fs.unlink(path)
+        named = {name.split(".")[0] for name in volume.manifests()}
+        with contextlib.suppress(InputError):
+            if (restored := volume.restored_from()) is not None:
+                named.add(restored.save_id)
+        return [self._set_aside(name) for name in fs.names(volume.trash) if name not in named]
+
+    def _set_aside(self, save_id: str) -> str:
+        fs, taken = self._volume.fs, f"{self._volume.trash}/{save_id}"
+        if fs.remove_folder(taken):
+            return f"{taken} was empty; removed"
+        fs.make_folder(self._volume.aside)
+        number = 0
+        while fs.stat(target := f"{self._volume.aside}/{save_id}-trash.{number}") is not None:
+            number += 1
+        fs.rename(taken, target)
+        return f"{taken} holds files that no manifest names any more; moved to {target}"
+
+    def remove(self, manifest: NodeManifest, *, links_only: bool = False) -> None:
+        """Remove what is left of a save: the trainer's names that have not changed, the links.
+
+        Args:
+            manifest: the save's.
+            links_only: leave the trainer's folder as it is: a later save lives in it.
+        """
+        if not links_only:
+            self._remove_files(
+                manifest.save_id,
+                [
+                    (self._own_path(manifest, shard, companion=False), shard)
+                    for shard in (*manifest.shards, *manifest.replicas)
+                ],
+            )
         self._volume.fs.remove_tree(self._volume.link_folder(manifest.save_id))
 
     def remove_restored(self, restored: Restored) -> bool:
@@ -153,10 +205,16 @@ class LocalFiles:
             fs.make_folder(os.path.dirname(f"{self._volume.path}/{path}"))
             fs.link(taken, f"{self._volume.path}/{path}")
         except FileExistsError:
-            fs.make_folder(self._volume.aside)
-            fs.rename(taken, f"{self._volume.aside}/{save_id}-{os.path.basename(path)}")
-        else:
-            fs.unlink(taken)
+            if not self._is_one_file(taken, f"{self._volume.path}/{path}"):
+                fs.make_folder(self._volume.aside)
+                fs.rename(taken, f"{self._volume.aside}/{save_id}-{os.path.basename(path)}")
+                return
+        fs.unlink(taken)
+
+    def _is_one_file(self, first: str, second: str) -> bool:
+        """Whether two names are one file: it was put back, and killed before the next line."""
+        one, other = self._volume.fs.stat(first), self._volume.fs.stat(second)
+        return one is not None and other is not None and one.identity == other.identity
 
 
 def _is_same(state: FileStat, entry: Shard | RestoredFile) -> bool:

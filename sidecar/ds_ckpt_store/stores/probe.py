@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ds_ckpt_store.contract.clock import fresh_token
 from ds_ckpt_store.errors import (
+    AccessError,
     AmbiguousError,
     NotFoundError,
     PreconditionError,
@@ -53,14 +54,22 @@ class Findings:
         return "; ".join((facts, *self.notes))
 
 
-def probe(store: Store, rng: random.Random) -> Findings:
+def probe(store: Store, rng: random.Random, name: str = "anyone") -> Findings:
     """Try proofs, conditional create and swap. Leaves the store's proof as it was.
+
+    Args:
+        store: the store.
+        rng: names what is written.
+        name: who asks, one path component. What a probe of that name left when it was killed is
+            removed first, so two that may run at once need two names.
 
     Raises:
         StoreError: the store cannot be used at all: not reached, no access, no bucket. Then ask
             again later; nothing is concluded from a failure.
     """
-    under = f"{PROBE}{fresh_token(rng)}/"
+    own = f"{PROBE}{name}/"
+    _clear(store, own)
+    under = f"{own}{fresh_token(rng)}/"
     notes: list[str] = []
     proof = _strongest(store, under + "proof", notes)
     with _removing(store, under + "create"):
@@ -70,6 +79,15 @@ def probe(store: Store, rng: random.Random) -> Findings:
     if create and not swap:
         notes.append("swaps are made of creates")
     return Findings(proof, create, swap, tuple(notes))
+
+
+def _clear(store: Store, under: str) -> None:
+    with contextlib.suppress(AccessError, RefusedError):
+        for upload in store.uploads(under):
+            store.abort(upload)
+    with contextlib.suppress(AccessError, RefusedError):
+        for info in store.list(under):
+            store.delete(info.key)
 
 
 def fit(store: Store, findings: Findings, *, allow_weak: bool = False) -> Store:

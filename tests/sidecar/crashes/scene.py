@@ -2,7 +2,7 @@
 
 Three saves are handed over before the agent starts: one tag, and another that is saved twice, on
 new inodes, so that the first of these two lives by its links alone. The volume itself came from
-a restore. One shard of each save of the second tag takes two parts. The agent keeps one checkpoint
+a restore. One shard of the newest save takes two parts. The agent keeps one checkpoint
 in the store and one on the volume, so it uploads, commits, points, cleans and retains.
 """
 
@@ -33,12 +33,12 @@ from tests.sidecar.handoff import START_MS, Files, Trainer
 
 NODE = "0123456789abcdef" * 2
 PART = 5 << 20
-_RANDOM = random.Random(4).randbytes(PART + 100_000)
+_LARGE = random.Random(4).randbytes(PART + 100_000)
 
 SAVES: list[tuple[str, Files]] = [
     ("global_step1", {"mp_rank_00_model_states.pt": b"one" * 1000, "sub/optim.pt": b"1"}),
-    ("global_step2", {"mp_rank_00_model_states.pt": _RANDOM, "sub/optim.pt": b"2" * 70_000}),
-    ("global_step2", {"mp_rank_00_model_states.pt": _RANDOM[::-1], "sub/optim.pt": b"3" * 70_000}),
+    ("global_step2", {"mp_rank_00_model_states.pt": b"two" * 9000, "sub/optim.pt": b"2"}),
+    ("global_step2", {"mp_rank_00_model_states.pt": _LARGE, "sub/optim.pt": b"3"}),
 ]
 COMPANIONS: Files = {"zero_to_fp32.py": b"# converts\n"}
 
