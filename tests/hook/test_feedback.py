@@ -169,3 +169,12 @@ def test_strict_and_wait_raise_what_became_of_the_save(folders: Folders) -> None
     sidecar(volume, "refused", error="no bucket")
     with pytest.raises(NotPublishedError, match="no bucket"):
         job.save("a", wait=True, strict=True)
+
+
+def test_a_run_without_a_save_tells_the_sidecar_that_it_is_over(folders: Folders) -> None:
+    (volume,) = folders(1)
+    report = finalize(Job([volume, volume], directory=str(volume)))
+    assert (report.durable, report.not_durable) == ([], [])
+    status = Volume(str(volume)).trainer_status()
+    assert status is not None
+    assert status.finished

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ds_ckpt_hook import saving
+from ds_ckpt_hook.core import Hook
 from ds_ckpt_hook.errors import NotPublishedError
 from ds_ckpt_store.contract import digest
 from ds_ckpt_store.contract.filesystem import Filesystem
@@ -137,6 +138,22 @@ def test_ranks_with_different_tags_publish_nothing_and_the_next_save_works(
     job.save("together")
     assert [manifest.tag for manifest in manifests(volume)] == ["together"]
     assert final_status(job).skipped_saves == 1
+
+
+def test_strict_raises_on_every_rank(folders: Folders) -> None:
+    (volume,) = folders(1)
+    job = Job([volume, volume])
+    for engine in job.engines:
+        engine.save_checkpoint(volume, f"tag{engine.rank}")
+
+    def refused(rank: int, hook: Hook) -> bool:
+        try:
+            saving.after_save(hook, job.engines[rank], f"tag{rank}", save_dir=volume, strict=True)
+        except NotPublishedError:
+            return True
+        return False
+
+    assert job.all_ranks(refused) == [True, True]
 
 
 def test_a_rank_whose_shard_is_missing_stops_everybody_from_publishing(

@@ -20,6 +20,10 @@ from ds_ckpt_store.errors import InputError
 
 SLACK_SECONDS = 2.0
 MAX_COMPANION = 1 << 20
+_NAMES = (
+    ("save_non_zero_checkpoint", "_get_ckpt_name"),
+    ("save_zero_checkpoint", "_get_zero_ckpt_name"),
+)
 _STATES = re.compile(r"_(model|optim)_states\.pt$|^layer_.*-model_states\.pt$")
 _OWN_TO_A_RANK = re.compile(r"(^|/)(bf16_)?zero_pp_rank_|(^|/)expp_rank_")
 _FRAGMENT = re.compile(r"-\d+\.\d+$")
@@ -31,13 +35,12 @@ def expected(engine: Any, save_dir: str, tag: str) -> set[str]:
     What a DeepSpeed of another age does not tell is left to the leader's listing. A model with
     experts names its files by layer: those are left to the listing too.
     """
-    paths: list[str] = []
-    if getattr(engine, "save_non_zero_checkpoint", False):
-        paths.append(engine._get_ckpt_name(save_dir, tag))
-    if getattr(engine, "save_zero_checkpoint", False):
-        paths.append(engine._get_zero_ckpt_name(save_dir, tag))
     folder = os.path.join(save_dir, tag)
-    return {os.path.relpath(path, folder) for path in paths}
+    return {
+        os.path.relpath(getattr(engine, name)(save_dir, tag), folder)
+        for wrote, name in _NAMES
+        if getattr(engine, wrote, False) and hasattr(engine, name)
+    }
 
 
 def claim(

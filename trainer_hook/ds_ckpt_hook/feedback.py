@@ -88,14 +88,16 @@ def finalize(hook: Hook, timeout: float | None = None, *, strict: bool = False) 
     began = hook.clock.monotonic()
     try:
         hook.catch_up()
+        if not hook.sessions and hook.settings.directory is not None:
+            hook.session(*hook.locate(None))  # without a single save, the end is told all the same
     except Exception as error:  # noqa: BLE001 - training has ended; the report must come
-        logger.warning("a save could not be taken: %s", reason_of(error))
+        logger.warning("finalize: %s", reason_of(error))
     for state in hook.saves:
         if state.waiting_for_engine:
             state.waiting_for_engine = False
             state.reason = (
-                "the checkpoint engine has not finished writing it: make one more step, or "
-                "call finalize after it has"
+                "the checkpoint engine has not finished writing it: make one more step, or call "
+                "engine.destroy(), before finalize"
             )
     hook.worker.drain(timeout)
     _tell_failures(hook)
@@ -113,7 +115,8 @@ def finalize(hook: Hook, timeout: float | None = None, *, strict: bool = False) 
         not_durable=[standing for standing in standings if not standing.durable],
         seconds=hook.clock.monotonic() - began,
     )
-    for standing in report.not_durable:
+    told_by_leader = any(session.is_leader for session in hook.sessions.values())
+    for standing in report.not_durable if told_by_leader else ():
         logger.warning("tag %r is not durable: %s", standing.tag, standing.reason)
     if strict and report.not_durable:
         listed = "; ".join(f"{s.tag!r} is {s.state}: {s.reason}" for s in report.not_durable[:8])

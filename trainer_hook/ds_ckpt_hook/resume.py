@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ds_ckpt_hook import local
@@ -86,9 +86,8 @@ def agree_on_resume(
 def _agree(
     hook: Hook, session: Session, place: Place, url: str | None, patience: float
 ) -> str | None:
-    offers: list[Offer] = hook.exchange.gather(
-        "resume: what is there", _offer(hook, session, place, url), timeout=patience
-    )
+    offer, own = _offer(hook, session, place, url)
+    offers: list[Offer] = hook.exchange.gather("resume: what is there", offer, timeout=patience)
     problems = [f"rank {rank}: {offer.error}" for rank, offer in enumerate(offers) if offer.error]
     if problems:
         raise AgreementError("; ".join(problems[:8]))
@@ -101,7 +100,7 @@ def _agree(
     failures: list[str] = []
     agreed: Option | None = None
     for option in options:
-        failed = _try(hook, session, place, url, option, offers[session.rank].held, patience)
+        failed = _try(hook, session, place, url, option, own, patience)
         if not failed:
             agreed = option
             break
@@ -124,7 +123,10 @@ def _agree(
     return agreed.tag
 
 
-def _offer(hook: Hook, session: Session, place: Place, url: str | None) -> Offer:
+def _offer(
+    hook: Hook, session: Session, place: Place, url: str | None
+) -> tuple[Offer, Mapping[str, Held]]:
+    """What this rank tells the others, and what its volume holds with the manifests."""
     held: Mapping[str, Held] = {}
     committed: Sequence[Committed] = ()
     store_error = ""
@@ -132,7 +134,7 @@ def _offer(hook: Hook, session: Session, place: Place, url: str | None) -> Offer
         try:
             held = local.held_saves(session, place)
         except (CkptError, OSError) as error:
-            return Offer(error=f"{place.volume.path} cannot be looked through: {error}")
+            return Offer(error=f"{place.volume.path} cannot be looked through: {error}"), {}
     if session.rank == 0 and url:
         try:
             from ds_ckpt_hook import remote
@@ -140,7 +142,9 @@ def _offer(hook: Hook, session: Session, place: Place, url: str | None) -> Offer
             committed = remote.committed(url, hook.clock, hook.rng)
         except (CkptError, OSError, ImportError) as error:
             store_error = f"{url}: {reason_of(error)}"
-    return Offer(held=held, committed=committed, store_error=store_error)
+    # Manifests may be large, and no other rank needs them.
+    told = {save_id: replace(save, manifest=None) for save_id, save in held.items()}
+    return Offer(held=told, committed=committed, store_error=store_error), held
 
 
 def rank_options(

@@ -217,8 +217,9 @@ def _find(session: Session, place: Place | None, request: Request) -> dict[str, 
     }
     if session.is_leader:
         listed = deepspeed_files.listing(fs, folder, cutoff, session.taken, tag)
-        for path, state in listed.items():
-            session.taken[f"{folder}/{path}"] = (tag, state.identity)
+        if "/" in tag:  # a later save of the tag above it must not take these files too
+            for path, state in listed.items():
+                session.taken[f"{folder}/{path}"] = (tag, state.identity)
         found["listing"] = {path: state.size for path, state in listed.items()}
         found["newest_ms"] = max(session.newest_ms, newest_committed_ms(session.volume))
     return found

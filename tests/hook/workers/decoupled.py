@@ -9,7 +9,6 @@ from typing import Any
 
 import ds_ckpt_hook
 from ds_ckpt_hook.example import train_step
-
 from tests.hook.workers.common import Reporter, start
 
 
@@ -23,12 +22,10 @@ def main() -> None:
     model = torch.nn.Linear(16, 1)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": 0},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "checkpoint": {
-            "writer": {"type": "python", "decoupled": True, "data_parallel": "replica"}
-        },
+        "checkpoint": {"writer": {"type": "python", "decoupled": True, "data_parallel": "replica"}},
     }
     engine = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config

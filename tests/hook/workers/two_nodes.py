@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import ds_ckpt_hook
-
 from tests.hook.workers.common import Reporter, engine, leave, start, train_step
 
 folder = Path(sys.argv[1])
