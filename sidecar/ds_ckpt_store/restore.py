@@ -92,8 +92,9 @@ class Restore:
             tag: take the newest committed record with this tag.
             save_id: take this save.
             check: called often; may raise to stop (what is done is kept).
-            progress: called with the number of bytes that were verified since the last call.
-            plan: called once, before a byte moves, with the record and the bytes to fetch.
+            progress: called with the number of bytes that were fetched since the last call.
+            plan: called once, before a byte moves, with the record and the bytes that are to be
+                fetched, or were by an earlier run.
 
         Raises:
             NothingCommittedError: no committed checkpoint fits.
@@ -123,6 +124,12 @@ class Restore:
         hold_id = f"{record.save_id}-{fresh_token(self._rng)}"
         without_hold = self._hold(record, hold_id)
         renewed = self._clock.monotonic()
+        fetched = 0
+
+        def count(size: int) -> None:
+            nonlocal fetched
+            fetched += size
+            progress(size)
 
         def keep_hold() -> None:
             nonlocal renewed
@@ -142,8 +149,7 @@ class Restore:
             placed.forget_others()
             reused = placed.take_over()
             todo = placed.missing()
-            fetch = sum(shard.size for shard in todo)
-            plan(record, fetch)
+            plan(record, sum(shard.size for shard in todo))
             self._check_room(volume, placed, todo)
             downloader = Downloader(
                 self._store,
@@ -152,7 +158,7 @@ class Restore:
                 fs=volume.fs,
                 clock=self._clock,
             )
-            downloader.fetch(todo, check=keep_hold, progress=progress, done=lambda _: None)
+            downloader.fetch(todo, check=keep_hold, progress=count, done=lambda _: None)
             aside = placed.put_in_place(self._store.url)
         finally:
             if not without_hold:
@@ -161,7 +167,7 @@ class Restore:
         return RestoreResult(
             record,
             f"{volume.path}/{record.tag}",
-            fetch,
+            fetched,
             reused,
             self._clock.monotonic() - started,
             aside,
@@ -229,19 +235,29 @@ class _Placement:
         for folder in sorted({os.path.dirname(shard.path) for shard in self._all}):
             self._fs.make_folder(folder)
         for shard in self._all:
-            if self._fs.stat(shard.path) is not None or not shard.path.startswith(self._shards):
+            if self._fs.stat(shard.path) is not None:
                 continue
-            relative = shard.path[len(self._shards) + 1 :]
-            if self._is_right(f"{self._record.tag}/{relative}", shard):
+            relative = self._own_name(shard)
+            if self._is_right(relative, shard):
                 with contextlib.suppress(OSError):
-                    self._fs.link(f"{self._target}/{relative}", shard.path)
+                    self._fs.link(f"{self._volume.path}/{relative}", shard.path)
                     self._whole.add(shard.key)
                     taken += shard.size
         # The very folder is there already: a restart, or a run that died after the swap.
         there = {path for path, _ in self._fs.walk(self._target)}
-        linked = len(self._whole) == len(self._record.files)
+        linked = all(shard.key in self._whole for shard in self._all if self._is_shard(shard))
         self._in_place = linked and there == {entry.path for entry in self._record.files}
         return taken
+
+    def _is_shard(self, shard: RemoteShard) -> bool:
+        """Whether it is one of the folder's files, and no companion beside it."""
+        return shard.path.startswith(f"{self._shards}/")
+
+    def _own_name(self, shard: RemoteShard) -> str:
+        """Where a file belongs, relative to the volume."""
+        if self._is_shard(shard):
+            return f"{self._record.tag}/{shard.path[len(self._shards) + 1 :]}"
+        return os.path.basename(shard.path)
 
     def _is_right(self, relative: str, shard: RemoteShard) -> bool:
         try:
@@ -262,18 +278,16 @@ class _Placement:
         return [shard for shard in self._all if shard.key not in self._whole]
 
     def already_staged(self, shards: list[RemoteShard]) -> int:
-        """Bytes of unfinished shards that a former run has left."""
+        """Bytes on the disk of unfinished shards that a former run has left."""
         states = (self._fs.stat(shard.path) for shard in shards)
-        return sum(state.size for state in states if state is not None)
+        return sum(min(state.size, state.allocated) for state in states if state is not None)
 
     def put_in_place(self, source: str) -> str:
         """Give everything its name, ``latest`` last; returns where the former folder went."""
         aside = self._swap_folder()
         for shard in self._all:
-            if shard.path.startswith(self._companions):
-                name = os.path.basename(shard.path)
-                if self._fs.stat(shard.path) is not None:
-                    self._fs.rename(shard.path, f"{self._volume.path}/{name}")
+            if not self._is_shard(shard):
+                self._fs.rename(shard.path, f"{self._volume.path}/{self._own_name(shard)}")
         self._fs.sync_folder(self._volume.path)
         self._fs.write_atomic(self._volume.restored, self._describe(source).to_bytes())
         self._fs.write_atomic(f"{self._volume.path}/latest", self._record.tag.encode())

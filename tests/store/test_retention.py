@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -223,10 +224,8 @@ def test_a_pass_that_dies_anywhere_is_repeated_and_no_committed_one_is_torn(
     for operation in ("put", "delete"):
         prefix.fault(operation, "call", skip=dies_at // 2, action=die)
     for _ in range(3):
-        try:
+        with contextlib.suppress(Killed):
             retention(prefix, keep_last=2, pause=0).apply(lease(prefix))
-        except Killed:
-            pass
         for record in prefix.another().committed():
             assert objects(prefix, record) == 2
     assert list(states(prefix).values()) == ["deleted", "deleted", "committed", "committed"]

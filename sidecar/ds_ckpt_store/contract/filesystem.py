@@ -28,7 +28,10 @@ _STAYS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR)
 
 @dataclass(frozen=True)
 class FileStat:
-    """What identifies one state of one file; times in nanoseconds, size in bytes."""
+    """What identifies one state of one file; times in nanoseconds, sizes in bytes.
+
+    ``allocated`` is what it takes on the disk: less than ``size`` where the file has holes.
+    """
 
     size: int
     device: int
@@ -37,6 +40,7 @@ class FileStat:
     mode: int
     uid: int
     links: int
+    allocated: int = 0
 
     @property
     def is_regular(self) -> bool:
@@ -71,6 +75,7 @@ def _to_stat(result: os.stat_result) -> FileStat:
         result.st_mode,
         result.st_uid,
         result.st_nlink,
+        result.st_blocks * 512,
     )
 
 

@@ -40,9 +40,7 @@ def test_a_link_as_the_last_component_is_refused(fs: Filesystem, root: Path) -> 
 
 
 @pytest.mark.parametrize("path", ["out/file", "a/out/file", "a/out/deeper/file"])
-def test_a_link_as_any_folder_on_the_way_is_refused(
-    fs: Filesystem, root: Path, path: str
-) -> None:
+def test_a_link_as_any_folder_on_the_way_is_refused(fs: Filesystem, root: Path, path: str) -> None:
     (root / "out").symlink_to(root.parent / "secret")
     (root / "a/out").symlink_to(root.parent / "secret", target_is_directory=True)
     for act in (
