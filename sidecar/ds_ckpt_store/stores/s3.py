@@ -56,11 +56,10 @@ from ds_ckpt_store.stores.port import (
 )
 from ds_ckpt_store.stores.s3_answers import REMEDIES, kind_of
 
-CONNECT_TIMEOUT = 30  # seconds; also bounds the sending of one piece
+CONNECT_TIMEOUT = 30  # seconds; urllib3 also gives it to the sending of one piece
 READ_TIMEOUT = 60  # seconds without a byte of the answer
 CONNECTIONS = 64
-# One piece must be sent within CONNECT_TIMEOUT, so pieces are not larger than is fast anyway.
-PIECE = 256 << 10
+PIECE = 1 << 20  # bytes of a body that are sent at once; smaller ones cost more
 
 _NO_CREDENTIALS = (
     aws.NoCredentialsError,
@@ -190,7 +189,7 @@ class S3Store:
             parameters["IfNoneMatch"] = "*"
         elif isinstance(condition, IfVersion):
             parameters["IfMatch"] = condition.version
-        with contextlib.closing(_Body(source)) as body:
+        with contextlib.closing(_Body(source, proof)) as body:
             try:
                 answer = self._write("put", key, client.put_object, Body=body, **parameters)
             except NotFoundError as error:
@@ -310,7 +309,7 @@ class S3Store:
     def _put_part(
         self, client: Any, proof: Proof, upload: Upload, number: int, source: Source
     ) -> Part:
-        with contextlib.closing(_Body(source)) as body:
+        with contextlib.closing(_Body(source, proof)) as body:
             answer = self._write(
                 "put_part",
                 upload.key,
@@ -538,23 +537,36 @@ class S3Store:
 
 
 class _Body:
-    """A source as boto3 wants a body; pieces are as large as is fast, whatever boto3 asks for."""
+    """A source as boto3 wants a body.
 
-    def __init__(self, source: Source) -> None:
+    Whoever sends it asks for 16 KiB at a time, which is slow, and takes what it gets: it gets more.
+    Whoever signs it asks for what has room in a buffer, and must not get more.
+    """
+
+    def __init__(self, source: Source, proof: Proof) -> None:
         self._reader: BinaryIO = source.open()
         self._size = source.size
+        self._is_signed = proof is Proof.SIGNED_PAYLOAD
+        self._rest = memoryview(b"")
 
     def __len__(self) -> int:
         return self._size
 
-    def read(self, _: int = -1) -> bytes:
-        return self._reader.read(PIECE)
+    def read(self, amount: int = -1) -> memoryview:
+        if not self._rest:
+            self._rest = memoryview(self._reader.read(PIECE))
+        count = amount if self._is_signed and amount > 0 else len(self._rest)
+        piece, self._rest = self._rest[:count], self._rest[count:]
+        return piece
 
-    def seek(self, offset: int, whence: int = 0) -> int:
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence == os.SEEK_CUR:
+            offset -= len(self._rest)
+        self._rest = memoryview(b"")
         return self._reader.seek(offset, whence)
 
     def tell(self) -> int:
-        return self._reader.tell()
+        return self._reader.tell() - len(self._rest)
 
     def close(self) -> None:
         self._reader.close()
@@ -566,7 +578,7 @@ def _checksums(proof: Proof, source: Source) -> dict[str, Any]:
         return {"ChecksumCRC32C": digest.to_base64(source.crc32c)}
     if proof is Proof.CONTENT_MD5:
         md5 = hashlib.md5(usedforsecurity=False)
-        with contextlib.closing(_Body(source)) as body:
+        with contextlib.closing(_Body(source, proof)) as body:
             while piece := body.read():
                 md5.update(piece)
         return {"ContentMD5": base64.b64encode(md5.digest()).decode()}

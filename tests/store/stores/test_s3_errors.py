@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import uuid
@@ -172,6 +173,57 @@ def test_a_corrupt_body_passes_an_old_s3_unless_it_is_signed(juicefs: S3) -> Non
     assert not store.refuses_corruption(Proof.STORED_CHECKSUM, "k")
     assert store.refuses_corruption(Proof.SIGNED_PAYLOAD, "k")
     assert store.refuses_corruption(Proof.CONTENT_MD5, "k")
+
+
+# ---- answers that are not what was asked for
+
+
+@contextlib.contextmanager
+def answering(head: str, body: bytes) -> Iterator[S3Store]:
+    """A server that gives one answer to one request, and then closes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        yield S3Store.from_url("s3://bkt/run", S3Options(endpoint_url=endpoint))
+        thread.join(10)
+
+
+def test_a_read_that_breaks_off_hands_over_what_came(aws_credentials) -> None:
+    head = "HTTP/1.1 206 Partial Content\nContent-Length: 10\nContent-Range: bytes 5-14/99"
+    found = bytearray()
+    with answering(head, b"01234") as store, pytest.raises(TransientError):
+        store.read("k", 5, 10, found.extend)
+    assert bytes(found) in (b"", b"01234")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "HTTP/1.1 200 OK\nContent-Length: 10",
+        "HTTP/1.1 206 Partial Content\nContent-Length: 10\nContent-Range: bytes 0-9/99",
+        "HTTP/1.1 206 Partial Content\nContent-Length: 10\nContent-Range: bytes 5-9/10",
+    ],
+)
+def test_another_range_than_asked_for_is_never_handed_over(aws_credentials, head: str) -> None:
+    found = bytearray()
+    with answering(head, b"0123456789") as store, pytest.raises(CorruptionError):
+        store.read("k", 5, 10, found.extend)
+    assert found == b""
+
+
+def test_a_server_without_ranges_may_answer_with_the_whole(aws_credentials) -> None:
+    found = bytearray()
+    with answering("HTTP/1.1 200 OK\nContent-Length: 10", b"0123456789") as store:
+        store.read("k", 0, 10, found.extend)
+    assert found == b"0123456789"
 
 
 # ---- on the wire
