@@ -213,10 +213,11 @@ class FileStore:
                         yield _info(key, state)
 
     def delete(self, key: str) -> None:
-        """Unlink, and remove the folders that this empties."""
+        """Unlink, and remove the folders that this empties, or that a killed delete emptied."""
         with self._errors("delete", key):
             target = self._path("delete", key)
-            if _stat(target) is None:
+            top = os.path.join(self._root, key.partition("/")[0])
+            if _stat(target) is None and (top == target or not os.path.isdir(top)):
                 return
             self._prepare("delete", key)
             with self._locked():
@@ -226,7 +227,7 @@ class FileStore:
                 while folder != self._root:
                     try:
                         os.rmdir(folder)
-                    except FileNotFoundError:
+                    except (FileNotFoundError, NotADirectoryError):
                         pass
                     except OSError:
                         break
@@ -252,7 +253,11 @@ class FileStore:
                 raise RefusedError("begin", key, f"{size} bytes in parts of {part_size}")
             upload = Upload(key, fresh_token(self._rng))
             start = json.dumps({"key": key, "size": size, "part_size": part_size})
-            _append(self._parts_list(upload), start)  # first: by it uploads() finds leftovers
+            with self._temporary_file() as (fd, temporary):
+                os.write(fd, (start + "\n").encode())
+                os.fsync(fd)
+                # First, and whole: by it uploads() finds leftovers.
+                os.rename(temporary, self._parts_list(upload))
             os.close(os.open(self._data(upload), os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666))
             _sync_folder(self._temporary)
             return upload

@@ -69,7 +69,7 @@ def probe(store: Store, rng: random.Random, name: str = "anyone") -> Findings:
     """
     own = f"{PROBE}{name}/"
     _clear(store, own)
-    under = f"{own}{fresh_token(rng)}/"
+    under = f"{own}{fresh_token(rng)}-"
     notes: list[str] = []
     proof = _strongest(store, under + "proof", notes)
     with _removing(store, under + "create"):
