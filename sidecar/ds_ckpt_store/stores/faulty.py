@@ -80,8 +80,13 @@ class Call:
     number: int = 0
 
 
+def _flip(data: bytes | memoryview) -> bytes:
+    """The same with another last byte; nothing stays nothing."""
+    return bytes(data[:-1]) + bytes(byte ^ 1 for byte in data[-1:])
+
+
 class _FlippedSource:
-    """Announces the right checksum and sends one wrong byte (the last one)."""
+    """Announces the right checksum and sends one wrong byte."""
 
     def __init__(self, source: Source) -> None:
         self.size = source.size
@@ -89,9 +94,7 @@ class _FlippedSource:
         self._source = source
 
     def open(self) -> BinaryIO:
-        data = bytearray(_body(self._source))
-        data[-1] ^= 1
-        return BytesSource(bytes(data)).open()
+        return BytesSource(_flip(_body(self._source))).open()
 
 
 class _Captured(BytesSource):
@@ -212,7 +215,7 @@ class FaultyStore:
         rule = self._strike("get", key)
         data, info = self._run("get", key, rule, lambda: self.store.get(key))
         if rule is not None and rule.what == "corrupt":
-            data = data[:-1] + bytes([data[-1] ^ 1])
+            data = _flip(data)
         return data, info
 
     def read(self, key: str, offset: int, length: int, sink: Sink) -> None:
@@ -223,9 +226,7 @@ class FaultyStore:
             raise TransientError("read", key, f"scripted fault: {length // 2} of {length} bytes")
 
         def flipped(view: memoryview) -> None:
-            data = bytearray(view)
-            data[-1] ^= 1
-            sink(memoryview(data))
+            sink(memoryview(_flip(view)))
 
         target = flipped if rule is not None and rule.what == "corrupt" else sink
         self._run("read", key, rule, lambda: self.store.read(key, offset, length, target))
