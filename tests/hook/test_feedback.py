@@ -128,6 +128,17 @@ def test_a_sidecar_that_refused_to_work_is_quoted_at_once(folders: Folders) -> N
     assert "another run holds the prefix" in report.not_durable[0].reason
 
 
+def test_a_sidecar_that_has_stopped_is_given_time_to_come_back(folders: Folders) -> None:
+    (volume,) = folders(1)
+    job = Job([volume])
+    job.save("a")
+    sidecar(volume, "stopped")
+    job.hooks[0].clock = FakeTime()
+    report = finalize(job)
+    assert report.seconds >= feedback.GRACE_SECONDS
+    assert "the sidecar is stopped" in report.not_durable[0].reason
+
+
 def test_a_timeout_names_the_state_that_a_save_is_in(folders: Folders) -> None:
     (volume,) = folders(1)
     job = Job([volume])

@@ -123,6 +123,26 @@ def test_a_replaced_pod_restores_and_the_other_one_goes_back_to_the_same_save(
     assert again.resume() == ["one", "one"]  # by restored.json, without the store
 
 
+def test_restored_files_are_no_part_of_the_next_save_of_their_tag(
+    folders: Folders, tmp_path: Path
+) -> None:
+    volumes = folders(2)
+    url = f"file://{tmp_path}/store"
+    before, after = Job(volumes), Job(volumes)
+    for job in (before, after):
+        job.engines[1].save_non_zero_checkpoint = False  # only rank 0 writes the model
+    commit(url, volumes, before.save("last")[0].save_id)
+    shutil.rmtree(volumes[1])
+    volumes[1].mkdir()
+    assert after.resume(destination=url) == ["last", "last"]
+    after.save("last", "trained on")
+    (newest,) = manifests(volumes[1])
+    assert [shard.path for shard in newest.shards] == [optimizer(1)]
+    assert newest.replicas == []
+    assert newest.elsewhere == [MODEL, optimizer(0)]
+    assert Job(volumes).resume() == [None, None]  # never the old model beside the new optimizer
+
+
 def test_a_newer_local_save_of_all_nodes_goes_before_the_newest_committed_one(
     folders: Folders, tmp_path: Path
 ) -> None:

@@ -8,15 +8,14 @@ pipeline, experts, offloaded tensors), as far as it is younger than this process
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from ds_ckpt_store.contract import names
-from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.filesystem import FileStat, Filesystem
-from ds_ckpt_store.errors import InputError
 
 SLACK_SECONDS = 2.0
 MAX_COMPANION = 1 << 20
@@ -148,18 +147,20 @@ def tag_folders(fs: Filesystem, save_dir: str, depth: int = 6) -> list[str]:
     return tags
 
 
-def filesystem_offset(fs: Filesystem, folder: str, clock: Clock, token: str) -> float:
-    """Seconds by which the filesystem's clock is ahead of this machine's.
+def filesystem_now_ns(fs: Filesystem, folder: str, token: str) -> int:
+    """The time, in nanoseconds, that a file written in ``folder`` now is stamped with.
 
-    A network filesystem stamps files by its server's clock.
+    A network filesystem stamps files by its server's clock, not by ours.
+
+    Raises:
+        OSError: nothing can be written there.
     """
     path = f"{folder}/.clock.{token}"
-    before = clock.time()
     fs.write_atomic(path, b"", durable=False)
     try:
         state = fs.stat(path)
     finally:
         fs.unlink(path)
     if state is None:
-        raise InputError(f"{path} vanished while the filesystem's clock was read")
-    return state.mtime_ns / 1e9 - before
+        raise FileNotFoundError(errno.ENOENT, "vanished while its time was read", path)
+    return state.mtime_ns

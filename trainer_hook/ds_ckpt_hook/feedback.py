@@ -192,7 +192,9 @@ def _silence(hook: Hook, states: Sequence[SaveState], waited: float) -> str:
             return "the checkpoint engine has not finished writing it"
         sidecar = _sidecar(state.session)
         if sidecar is not None and _age(hook, state.session, sidecar) <= SILENT_SECONDS:
-            if sidecar.state in ("stopped", "refused"):
+            # A stopped one may be on its way back: its container is restarted, or replaced.
+            gone = sidecar.state == "stopped" and waited >= GRACE_SECONDS
+            if gone or sidecar.state == "refused":
                 return f"the sidecar is {sidecar.state}: {sidecar.last_error or 'it said no more'}"
             return ""
     return "there is no sidecar" if waited >= GRACE_SECONDS else ""

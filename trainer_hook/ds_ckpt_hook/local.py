@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ds_ckpt_hook import deepspeed_files
-from ds_ckpt_hook.session import Session
+from ds_ckpt_hook.session import Session, restored_on
 from ds_ckpt_hook.settings import Place
 from ds_ckpt_store.contract import digest
 from ds_ckpt_store.contract.manifest import NodeManifest, Shard
@@ -45,21 +45,10 @@ def held_saves(session: Session, place: Place) -> dict[str, Held]:
             found[manifest.save_id] = Held(
                 manifest.save_id, manifest.tag, manifest.time_ms, manifest.attempt, manifest
             )
-    for volume in restore_volumes(place):
-        try:
-            restored = volume.restored_from()
-        except (CkptError, OSError) as error:
-            logger.warning("%s is passed over: %s", volume.restored, error)
-            continue
-        if restored is not None and restored.save_id not in found:
+    for restored in restored_on(place):
+        if restored.save_id not in found:
             found[restored.save_id] = Held(restored.save_id, restored.tag, restored.time_ms, "")
     return found
-
-
-def restore_volumes(place: Place) -> list[Volume]:
-    """Where a restore may have noted what it did: a restore goes to a save_dir."""
-    own = Volume(place.save_dir, place.volume.fs)
-    return [own] if own.path == place.volume.path else [own, place.volume]
 
 
 def is_whole(place: Place, held: Held) -> bool:
@@ -67,7 +56,9 @@ def is_whole(place: Place, held: Held) -> bool:
     if held.manifest is None:
         from ds_ckpt_hook import remote
 
-        return any(remote.is_restored(volume, held.save_id) for volume in restore_volumes(place))
+        paths = {place.volume.path, place.save_dir}
+        volumes = [Volume(path, place.volume.fs) for path in paths]
+        return any(remote.is_restored(volume, held.save_id) for volume in volumes)
     shards = [*held.manifest.shards, *held.manifest.replicas]
     folder = f"{place.save_dir}/{held.tag}"
     with ThreadPoolExecutor(_READERS, "ds_ckpt verify") as executor:

@@ -23,6 +23,7 @@ from ds_ckpt_hook.errors import AgreementError
 from ds_ckpt_hook.local import Held
 from ds_ckpt_hook.session import Session
 from ds_ckpt_hook.settings import Place
+from ds_ckpt_store.contract.clock import fresh_token
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import CkptError
 
@@ -212,16 +213,18 @@ def _settle(
 ) -> None:
     """Leave on every volume what the ranks agreed on, and nothing else to load by mistake."""
     error = ""
-    if session.is_leader:
-        try:
+    try:
+        if session.is_leader:
             now_ms = int(hook.clock.time() * 1000)
             held = agreed.held if agreed is not None else None
             for sentence in local.set_aside(session, place, held, now_ms):
                 logger.warning("%s", sentence)
             if agreed is not None:
                 local.point(place, agreed.tag)
-        except (CkptError, OSError) as failure:
-            error = f"{place.save_dir} cannot be made ready: {reason_of(failure)}"
+        # What was restored just now is young, and yet no part of what is saved next.
+        session.forget_what_is_there(fresh_token(hook.rng))
+    except (CkptError, OSError) as failure:
+        error = f"{place.save_dir} cannot be made ready: {reason_of(failure)}"
     answers: list[str] = hook.exchange.gather("resume: ready", error, timeout=patience)
     problems = [f"rank {rank}: {answer}" for rank, answer in enumerate(answers) if answer]
     if problems:

@@ -26,7 +26,7 @@ from ds_ckpt_hook.exchange import Exchange
 from ds_ckpt_hook.settings import Place, Settings
 from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.clock import Clock, fresh_token
-from ds_ckpt_store.contract.manifest import TrainerStatus
+from ds_ckpt_store.contract.manifest import Restored, TrainerStatus
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import CkptError
 
@@ -91,6 +91,15 @@ class Session:
     def is_leader(self) -> bool:
         """Whether this rank publishes for its node."""
         return self.rank == self.ranks[0]
+
+    def forget_what_is_there(self, token: str) -> None:
+        """No file that lies on the volume now belongs to a save that is still to come.
+
+        Raises:
+            OSError: the volume cannot be written.
+        """
+        fs = self.volume.fs
+        self.younger_than_ns = 1 + deepspeed_files.filesystem_now_ns(fs, self.volume.own, token)
 
     # ---- heartbeat
 
@@ -240,12 +249,15 @@ def _hello(
             volume.fs.make_folder(volume.path)
         volume.prepare()
         token = fresh_token(rng)
-        offset = deepspeed_files.filesystem_offset(volume.fs, volume.own, clock, token)
-        younger_than = started + offset - deepspeed_files.SLACK_SECONDS
+        age = clock.time() - started + deepspeed_files.SLACK_SECONDS
+        now_ns = deepspeed_files.filesystem_now_ns(volume.fs, volume.own, token)
+        restored = restored_on(place)
+        stamps = [entry.mtime_ns + 1 for found in restored for entry in found.files]
+        younger_than_ns = max(now_ns - int(age * 1e9), *stamps, 0)
         hello = Hello(
             node=volume.node_id(),
             host=socket.gethostname(),
-            newest_ms=newest_known_ms(volume),
+            newest_ms=max(newest_known_ms(volume), *(found.time_ms for found in restored), 0),
             now_ms=int(clock.time() * 1000),
             run_id=settings.run_id or os.path.basename(place.save_dir) or "run",
             attempt=attempt,
@@ -253,24 +265,33 @@ def _hello(
         )
     except (OSError, CkptError) as error:
         return Hello(error=f"the volume {place.volume.path} cannot be used: {error}"), 0
-    return hello, int(younger_than * 1e9)
+    return hello, younger_than_ns
 
 
 def newest_known_ms(volume: Volume) -> int:
-    """The newest save time that anything on a volume tells of, in milliseconds; 0 if nothing."""
+    """The newest save time that outbox or sidecar tell of, in milliseconds; 0 if none."""
     newest = [0]
     for name in volume.manifests():
         save_id = name.split(".", 1)[0]
         if names.is_save_id(save_id):
             newest.append(int(save_id.split("-")[0], 16))
     newest.append(newest_committed_ms(volume))
-    try:
-        restored = volume.restored_from()
-    except CkptError as error:
-        logger.warning("%s is not readable, and is passed over: %s", volume.restored, error)
-    else:
-        newest.append(restored.time_ms if restored is not None else 0)
     return max(newest)
+
+
+def restored_on(place: Place) -> list[Restored]:
+    """What restores noted on a volume; a restore into a save_dir below it notes it there."""
+    found = []
+    for path in sorted({place.volume.path, place.save_dir}):
+        volume = Volume(path, place.volume.fs)
+        try:
+            restored = volume.restored_from()
+        except CkptError as error:
+            logger.warning("%s is not readable, and is passed over: %s", volume.restored, error)
+            continue
+        if restored is not None:
+            found.append(restored)
+    return found
 
 
 def newest_committed_ms(volume: Volume) -> int:
