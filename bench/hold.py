@@ -54,7 +54,8 @@ def train(folder: Path, width: int, saves: int, ranks: int) -> list[dict[str, fl
         )
         for rank in range(ranks)
     ]
-    if any([process.wait() for process in processes]):
+    codes = [process.wait() for process in processes]
+    if any(codes):
         raise SystemExit("a rank failed: run the example by hand to see why")
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     return [line for line in lines if "saved" in line]
