@@ -205,6 +205,33 @@ def test_a_parts_list_torn_by_a_crash_costs_that_part_only(store: FileStore, roo
     assert store.parts(upload).keys() == {1}
 
 
+# ---- several processes
+
+COUNT = """
+import sys
+from ds_ckpt_store.errors import PreconditionError
+from ds_ckpt_store.stores.file import FileStore
+from ds_ckpt_store.stores.port import BytesSource, IfVersion
+store, done = FileStore(sys.argv[1]), 0
+while done < 200:
+    data, info = store.get("count")
+    try:
+        number = str(int(data) + 1).encode()
+        store.put("count", BytesSource(number), condition=IfVersion(info.version))
+    except PreconditionError:
+        continue
+    done += 1
+"""
+
+
+def test_processes_that_swap_one_object_lose_no_update(store: FileStore, root: Path) -> None:
+    store.put("count", BytesSource(b"1000"))
+    command = [sys.executable, "-c", COUNT, str(root)]
+    processes = [subprocess.Popen(command) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert store.get("count")[0] == b"1400"
+
+
 # ---- multipart sizes
 
 
