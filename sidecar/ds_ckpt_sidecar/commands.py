@@ -28,6 +28,7 @@ from ds_ckpt_store.errors import CkptError, DamagedError, InputError
 from ds_ckpt_store.restore import Restore
 from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.port import Store
+from ds_ckpt_store.stores.probe import for_reading
 from ds_ckpt_store.stores.retry import RetryStore
 from ds_ckpt_store.transfer.download import Downloader, RemoteShard
 
@@ -88,7 +89,7 @@ def _errors() -> Iterator[None]:
 def _reading(url: str) -> Iterator[Store]:
     store = open_store(url.rstrip("/") if not url.endswith("://") else url)
     try:
-        yield RetryStore(store, SystemClock(), system_random())
+        yield for_reading(RetryStore(store, SystemClock(), system_random()))
     finally:
         store.close()
 

@@ -74,12 +74,13 @@ def restore(
 @contextlib.contextmanager
 def _opened(destination: str, clock: Clock, rng: random.Random) -> Iterator[Store]:
     try:
+        from ds_ckpt_store.stores.probe import for_reading
         from ds_ckpt_store.stores.retry import RetryStore
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"agree_on_resume from a store ({error.name})", "sidecar") from None
     store = open_store(destination)
     try:
-        yield RetryStore(store, clock, rng)
+        yield for_reading(RetryStore(store, clock, rng))
     finally:
         store.close()
 

@@ -203,7 +203,14 @@ class Store(Protocol):
     # ---- multipart uploads
 
     def begin(self, key: str, size: int, metadata: Mapping[str, str]) -> Upload:
-        """Start an upload of ``size`` bytes; the key shows nothing until it is completed."""
+        """Start an upload of ``size`` bytes; the key shows nothing until it is completed.
+
+        Args:
+            key: of the object to be.
+            size: bytes of the whole.
+            metadata: kept with the object where the provider can; ``part_size`` (bytes, decimal)
+                must be among it if there will be more than one part.
+        """
 
     def put_part(self, upload: Upload, number: int, source: Source) -> Part:
         """Store one part, with the proof in use; sent again, it replaces the earlier one.

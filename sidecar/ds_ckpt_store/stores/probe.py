@@ -117,6 +117,11 @@ def fit(store: Store, findings: Findings, *, allow_weak: bool = False) -> Store:
     return SwapByCreate(store)  # also if the server learned to swap after we began with versions
 
 
+def for_reading(store: Store) -> Store:
+    """The store as a reader must see it: through its versions, if somebody swaps by them."""
+    return SwapByCreate(store) if has_versions(store) else store
+
+
 def _strongest(store: Store, key: str, notes: list[str]) -> Proof:
     for proof in store.capabilities.proofs:
         if store.refuses_corruption(proof, key):
