@@ -335,8 +335,7 @@ class Lifecycle:
         manifest = save.manifest
         if save.state not in DECIDED:
             return False
-        kept = save.record is not None and save.record.state == "committed"
-        if kept and not folder_reused and self._local.is_latest(manifest):
+        if not folder_reused and self._local.is_latest(manifest):
             return False
         self._local.remove(manifest, links_only=folder_reused)
         self.enter(save, "cleaned" if save.state == "committed" else save.state, save.reason)

@@ -159,6 +159,7 @@ class LocalFiles:
                     (self._own_path(manifest, shard, companion=False), shard)
                     for shard in (*manifest.shards, *manifest.replicas)
                 ],
+                "" if manifest.root == "." else manifest.root,
             )
         self._volume.fs.remove_tree(self._volume.link_folder(manifest.save_id))
 
@@ -169,13 +170,14 @@ class LocalFiles:
         """
         if self._latest(".") == restored.tag.strip():
             return False
-        self._remove_files(restored.save_id, [(entry.path, entry) for entry in restored.files])
+        self._remove_files(restored.save_id, [(entry.path, entry) for entry in restored.files], "")
         self._volume.fs.unlink(self._volume.restored)
         return True
 
     def _remove_files(
-        self, save_id: str, expected: Sequence[tuple[str, Shard | RestoredFile]]
+        self, save_id: str, expected: Sequence[tuple[str, Shard | RestoredFile]], top: str
     ) -> None:
+        """Remove files that are still as expected, and folders below ``top`` that this empties."""
         fs = self._volume.fs
         trash = f"{self._volume.trash}/{save_id}"
         fs.make_folder(trash)
@@ -196,7 +198,7 @@ class LocalFiles:
                 self._put_back(taken, path, save_id)
         fs.remove_folder(trash)
         for folder in sorted({os.path.dirname(path) for path, _ in expected}, reverse=True):
-            while folder and fs.remove_folder_beneath(self._volume.path, folder):
+            while folder not in ("", top) and fs.remove_folder_beneath(self._volume.path, folder):
                 folder = os.path.dirname(folder)
 
     def _put_back(self, taken: str, path: str, save_id: str) -> None:

@@ -60,6 +60,7 @@ class Syncer:
         self._local = LocalFiles(volume)
         self._saves: dict[str, Save] = {}
         self._bad: dict[str, str] = {}
+        self._lost: dict[str, str] = {}
         self._leases: dict[str, Lease] = {}
         self._attempt = ""
         self._run_id = settings.run_id
@@ -81,12 +82,9 @@ class Syncer:
 
     def troubles(self) -> list[str]:
         """One sentence for each save that is not, and will not become, a checkpoint by itself."""
-        sentences = [
-            f"save {save.save_id} (tag {save.manifest.tag!r}) is {save.state}: {save.reason}"
-            for save in self._saves.values()
-            if save.state in RESTING or save.state in ("superseded", "abandoned", "failed")
-        ]
-        return sentences + [f"{name}: {reason}" for name, reason in self._bad.items()]
+        resting = [_sentence(save) for save in self._saves.values() if save.state in RESTING]
+        bad = [f"{name}: {reason}" for name, reason in self._bad.items()]
+        return [*self._lost.values(), *resting, *bad]
 
     def next_due(self) -> float | None:
         """When, on the monotonic clock, the earliest save wants to be tried again."""
@@ -307,6 +305,8 @@ class Syncer:
 
     def _advanced(self, save: Save) -> None:
         self._failures.clear(save.save_id)
+        if save.state in ("superseded", "abandoned", "failed"):
+            self._lost[save.save_id] = _sentence(save)
         save.tries = save.tries + 1 if save.waiting_for else 0
         save.due = self._clock.monotonic() + (self._backoff(save.tries) if save.tries else 0.0)
         if save.state == "committed" and save.record is not None:
@@ -412,3 +412,7 @@ class Syncer:
         self._catalog.own(self._run_id, self._attempt, self._node, finished=True)
         self._released = True
         self._log.info("lease.released", run_id=self._run_id, attempt=self._attempt)
+
+
+def _sentence(save: Save) -> str:
+    return f"save {save.save_id} (tag {save.manifest.tag!r}) is {save.state}: {save.reason}"
