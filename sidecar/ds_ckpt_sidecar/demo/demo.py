@@ -20,7 +20,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_ckpt_sidecar.demo.evidence import Commits, Output, check_loaded, identical, restored_from
+from ds_ckpt_sidecar.demo.evidence import (
+    Commits,
+    Output,
+    check_durable,
+    check_loaded,
+    identical,
+    restored_from,
+)
 from ds_ckpt_sidecar.demo.processes import Group
 from ds_ckpt_sidecar.demo.s3_server import S3Server
 from ds_ckpt_sidecar.demo.stage import (
@@ -182,6 +189,7 @@ def _play(stage: Stage, store: str, say: Say) -> DemoResult:
         group.wait([agent], PATIENCE_SECONDS)
     resumed = Output.read(resumed_output)
     check_loaded(resumed, second, restored)
+    check_durable(resumed)
     say(f"resumed from {resumed.loaded} at step {resumed.global_steps}, up to step {last_step}")
 
     say("the same training once more, never interrupted and with no hook, to compare with")

@@ -56,6 +56,7 @@ class Output:
         global_steps: DeepSpeed's count after that load.
         save: seconds that each ``save_checkpoint`` took.
         held: seconds that each ``after_save`` took.
+        not_durable: what ``finalize`` said is not durable: tag to reason.
     """
 
     losses: dict[int, str]
@@ -63,6 +64,7 @@ class Output:
     global_steps: int
     save: list[float]
     held: list[float]
+    not_durable: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Output:
@@ -70,6 +72,7 @@ class Output:
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         entries: list[dict[str, Any]] = [json.loads(line) for line in lines]
         saves = [entry for entry in entries if "saved" in entry]
+        final: dict[str, Any] = next((entry for entry in entries if "not_durable" in entry), {})
         load: dict[str, Any] = next((entry for entry in entries if "loaded" in entry), {})
         return cls(
             losses={entry["step"]: entry["loss_hex"] for entry in entries if "loss_hex" in entry},
@@ -77,6 +80,7 @@ class Output:
             global_steps=load.get("global_steps") or 0,
             save=[entry["save_seconds"] for entry in saves],
             held=[entry["held_seconds"] for entry in saves],
+            not_durable=final.get("not_durable") or {},
         )
 
 
@@ -108,6 +112,17 @@ def check_loaded(resumed: Output, volume: Path, restored: Restored) -> None:
             f"the resumed trainer is at step {resumed.global_steps}, and the restored checkpoint "
             f"is of step {restored.step}"
         )
+
+
+def check_durable(finished: Output) -> None:
+    """Raise unless ``finalize`` told the trainer that all its saves are durable.
+
+    Raises:
+        DemoError: names those that are not.
+    """
+    if finished.not_durable:
+        reasons = "; ".join(f"{tag}: {reason}" for tag, reason in finished.not_durable.items())
+        raise DemoError(f"at its end the trainer was told that saves are not durable: {reasons}")
 
 
 def identical(

@@ -67,6 +67,7 @@ class Stage:
         arguments = ["-m", "ds_ckpt_hook.example", "--save-dir", str(volume), "--out", str(output)]
         arguments += ["--steps", str(steps), "--save-every", str(SAVE_EVERY)]
         arguments += ["--zero-stage", str(self.zero_stage), "--hidden", str(self._hidden)]
+        arguments += ["--finalize-timeout", str(PATIENCE_SECONDS / 2)]
         arguments += ["--resume"] if resume else []
         arguments += [] if hook else ["--no-hook"]
         common = {

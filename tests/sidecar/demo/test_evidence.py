@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt_sidecar.demo.evidence import Output, check_loaded, identical
+from ds_ckpt_sidecar.demo.evidence import Output, check_durable, check_loaded, identical
 from ds_ckpt_store.contract.manifest import Restored
 from ds_ckpt_store.errors import DemoError
 
@@ -86,6 +86,14 @@ def test_a_folder_whose_name_only_begins_alike_is_something_else(tmp_path: Path)
 def test_a_record_without_a_step_proves_nothing(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match="step None"):
         check_loaded(output(tmp_path), tmp_path, restored(None))
+
+
+def test_a_save_that_is_not_durable_at_the_end_fails(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text('{"durable": false, "not_durable": {"global_step9": "no sidecar"}}\n')
+    with pytest.raises(DemoError, match="global_step9: no sidecar"):
+        check_durable(Output.read(path))
+    check_durable(output(tmp_path))
 
 
 def test_a_line_that_a_kill_cut_off_is_left_out(tmp_path: Path) -> None:
