@@ -1,9 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.hook.standin import end_earlier_attempts
+
+
+@pytest.fixture(autouse=True)
+def _no_heartbeat_outlives_its_test() -> Iterator[None]:
+    yield
+    end_earlier_attempts()
 
 
 @pytest.fixture

@@ -78,10 +78,21 @@ class Engine:
         (save_dir / "latest").write_text(tag)
 
 
+_living: list[Hook] = []
+
+
+def end_earlier_attempts() -> None:
+    """Silence the heartbeats of attempts that are over: their process would be gone."""
+    while _living:
+        for session in _living.pop().sessions.values():
+            session.stop_heartbeat()
+
+
 class Job:
     """One attempt of a training job: a hook for each rank, on the volumes that they see."""
 
     def __init__(self, volumes: Sequence[Path], **settings: Any) -> None:
+        end_earlier_attempts()
         meeting = Meeting(len(volumes))
         self.volumes = list(volumes)
         self.hooks = [
@@ -92,6 +103,7 @@ class Job:
             )
             for rank in range(len(volumes))
         ]
+        _living.extend(self.hooks)
         first = {volume: volumes.index(volume) for volume in volumes}
         self.engines = [
             Engine(rank, writes_model=first[volume] == rank) for rank, volume in enumerate(volumes)

@@ -128,12 +128,13 @@ def test_restored_files_are_no_part_of_the_next_save_of_their_tag(
 ) -> None:
     volumes = folders(2)
     url = f"file://{tmp_path}/store"
-    before, after = Job(volumes), Job(volumes)
-    for job in (before, after):
-        job.engines[1].save_non_zero_checkpoint = False  # only rank 0 writes the model
+    before = Job(volumes)
+    before.engines[1].save_non_zero_checkpoint = False  # only rank 0 writes the model
     commit(url, volumes, before.save("last")[0].save_id)
     shutil.rmtree(volumes[1])
     volumes[1].mkdir()
+    after = Job(volumes)
+    after.engines[1].save_non_zero_checkpoint = False
     assert after.resume(destination=url) == ["last", "last"]
     after.save("last", "trained on")
     (newest,) = manifests(volumes[1])

@@ -80,6 +80,27 @@ def test_a_file_on_two_nodes_is_uploaded_by_the_lowest_rank_and_a_replica_elsewh
     assert one.shards[0].crc32c != two.replicas[0].crc32c
 
 
+def test_what_rank_0_says_of_a_save_counts_on_every_node(folders: Folders) -> None:
+    first, second = folders(2)
+    job = Job([first, second])
+    for engine in job.engines:
+        engine.save_checkpoint(job.volumes[engine.rank], "t")
+    only_on_0: dict[str, Any] = {"metrics": {"loss": 0.5}, "kind": "epoch", "pin": True}
+    job.all_ranks(
+        lambda rank, hook: saving.after_save(
+            hook,
+            job.engines[rank],
+            "t",
+            save_dir=job.volumes[rank],
+            **(only_on_0 if rank == 0 else {"metrics": "not numbers"}),
+        )
+    )
+    job.drain()
+    for volume in (first, second):
+        (manifest,) = manifests(volume)
+        assert (manifest.metrics, manifest.kind, manifest.pin) == ({"loss": 0.5}, "epoch", True)
+
+
 def test_a_save_dir_inside_the_volume_keeps_its_place_there(folders: Folders) -> None:
     (volume,) = folders(1)
     job = Job([volume / "runs" / "a"], directory=str(volume))

@@ -57,6 +57,7 @@ def test_a_wrong_setting_does_not_end_the_training(
     engine.save_checkpoint(tmp_path, "t")
     with caplog.at_level(logging.WARNING):
         ds_ckpt_hook.after_save(engine, "t", save_dir=tmp_path)
+        assert ds_ckpt_hook._process["hook"].worker.drain(30)
     assert "DS_CKPT_TIMEOUT" in caplog.text
     report = ds_ckpt_hook.finalize(timeout=0.01)
     assert [manifest.run_id for manifest in manifests(tmp_path)] == ["mine"]
@@ -76,6 +77,7 @@ def test_configure_overrides_the_environment_once(
     engine = Engine(0)
     engine.save_checkpoint(tmp_path / "new", "t")
     ds_ckpt_hook.after_save(engine, "t", save_dir=tmp_path / "new")
+    assert ds_ckpt_hook._process["hook"].worker.drain(30)
     ds_ckpt_hook.finalize(timeout=0.01)
     assert [m.run_id for m in manifests(tmp_path / "new")] == ["from the script"]
 

@@ -17,6 +17,16 @@ from ds_ckpt_hook.errors import NotPublishedError
 
 
 @dataclass(frozen=True)
+class About:
+    """What the trainer says of a save; see :func:`ds_ckpt_hook.after_save`."""
+
+    step: int | None = None
+    kind: str = "checkpoint"
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+    pin: bool = False
+
+
+@dataclass(frozen=True)
 class Report:
     """What one rank says of one save.
 
@@ -32,6 +42,7 @@ class Report:
         newest_ms: the newest save time that this rank knows of, in milliseconds.
         now_ms: its clock.
         token: 16 hexadecimal digits; rank 0's become the save's.
+        about: what the trainer said of the save; rank 0's counts for all nodes.
     """
 
     rank: int
@@ -45,6 +56,7 @@ class Report:
     newest_ms: int = 0
     now_ms: int = 0
     token: str = ""
+    about: About = field(default_factory=About)
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,7 @@ class Plan:
         time_ms: its time; later than any that a rank knows of.
         owners: path to the node that uploads it.
         hashers: node to path to the rank that protects and hashes that node's copy.
+        about: what the trainer said of the save, the same for all nodes.
     """
 
     save_id: str
@@ -64,6 +77,7 @@ class Plan:
     time_ms: int
     owners: Mapping[str, str]
     hashers: Mapping[str, Mapping[str, int]]
+    about: About
 
     @property
     def nodes(self) -> list[str]:
@@ -121,6 +135,7 @@ def make_plan(reports: Sequence[Report]) -> Plan:
         time_ms=time_ms,
         owners={path: min(held)[2] for path, held in candidates.items()},
         hashers=hashers,
+        about=reports[0].about,
     )
 
 

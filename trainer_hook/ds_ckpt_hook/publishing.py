@@ -51,7 +51,6 @@ class Job:
         session: this process's.
         plan: what all ranks agreed on.
         root: save_dir relative to the volume.
-        step, kind, metrics, pin: as the trainer gave them.
         files: this rank's part.
         companions: files beside the tag's folder; global rank 0 only.
         error: why this rank has no part to give; empty if it has.
@@ -60,10 +59,6 @@ class Job:
     session: Session
     plan: Plan
     root: str
-    step: int | None
-    kind: str
-    metrics: dict[str, float | None]
-    pin: bool
     files: Sequence[Kept] = ()
     companions: Sequence[Kept] = ()
     error: str = ""
@@ -218,10 +213,10 @@ def _manifest(job: Job, pieces: Sequence[Piece]) -> NodeManifest:
         save_id=plan.save_id,
         tag=plan.tag,
         time_ms=plan.time_ms,
-        step=job.step,
-        kind=job.kind,
-        metrics=job.metrics,
-        pin=job.pin,
+        step=plan.about.step,
+        kind=plan.about.kind,
+        metrics=dict(plan.about.metrics),
+        pin=plan.about.pin,
         parent=session.parent,
         world_size=session.world_size,
         nodes=plan.nodes,

@@ -19,7 +19,7 @@ from ds_ckpt_hook import deepspeed_files, engines, links
 from ds_ckpt_hook.core import Hook, SaveState, reason_of
 from ds_ckpt_hook.errors import NotPublishedError
 from ds_ckpt_hook.feedback import Save, wait_for
-from ds_ckpt_hook.plan import Plan, Report, make_plan
+from ds_ckpt_hook.plan import About, Plan, Report, make_plan
 from ds_ckpt_hook.publishing import Job
 from ds_ckpt_hook.session import Session, newest_committed_ms
 from ds_ckpt_hook.settings import Place
@@ -35,12 +35,9 @@ class Request:
     """One call of ``after_save``, with the step that the engine had then."""
 
     engine: Any
-    tag: object
+    tag: str
     save_dir: str | os.PathLike[str] | None
-    step: int | None
-    kind: str
-    metrics: dict[str, float | None]
-    pin: bool
+    about: About
 
 
 def after_save(
@@ -62,7 +59,7 @@ def after_save(
     try:
         hook.catch_up()
         request = _request(engine, tag, save_dir, metrics, kind, pin)
-        state.tag = _shown_tag(request)
+        state.tag = request.tag
         if not engines.refusal(engine) and not engines.is_finished(engine):
             _take_later(hook, request, state)
         else:
@@ -95,15 +92,23 @@ def _request(
     kind: str,
     pin: bool,
 ) -> Request:
+    """The call in plain values; never raises, because every rank must come to the exchange."""
     step = getattr(engine, "global_steps", None)
+    try:
+        numbers = {str(name): _number(value) for name, value in dict(metrics or {}).items()}
+    except (TypeError, ValueError) as error:
+        logger.warning("metrics are left out, they are no mapping of names to numbers: %s", error)
+        numbers = {}
     return Request(
         engine=engine,
-        tag=tag,
+        tag=f"global_step{step}" if tag is None else str(tag),
         save_dir=save_dir,
-        step=step if isinstance(step, int) else None,
-        kind=str(kind),
-        metrics={str(name): _number(value) for name, value in (metrics or {}).items()},
-        pin=bool(pin),
+        about=About(
+            step=step if isinstance(step, int) else None,
+            kind=str(kind),
+            metrics=numbers,
+            pin=bool(pin),
+        ),
     )
 
 
@@ -113,10 +118,6 @@ def _number(value: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None
-
-
-def _shown_tag(request: Request) -> str:
-    return f"global_step{request.step}" if request.tag is None else str(request.tag)
 
 
 def _report(state: SaveState, error: Exception) -> None:
@@ -172,8 +173,8 @@ def _take(hook: Hook, request: Request, state: SaveState) -> None:
     plan = make_plan(reports)
     session.newest_ms = plan.time_ms
     state.save_id = plan.save_id
-    assert place is not None  # noqa: S101 - a rank without a place has said so in its report
-    hook.worker.submit(_protect(session, place, request, plan, state))
+    if place is not None:  # it is: a rank without a place has said so in its report
+        hook.worker.submit(_protect(session, place, plan, state))
 
 
 def _look(hook: Hook, session: Session, place: Place | None, request: Request) -> Report:
@@ -185,6 +186,7 @@ def _look(hook: Hook, session: Session, place: Place | None, request: Request) -
         "newest_ms": session.newest_ms,
         "now_ms": int(hook.clock.time() * 1000),
         "token": fresh_token(hook.rng),
+        "about": request.about,
     }
     try:
         facts |= _find(session, place, request)
@@ -203,7 +205,7 @@ def _find(session: Session, place: Place | None, request: Request) -> dict[str, 
         raise NotPublishedError(refused)
     if place is None:
         raise NotPublishedError("it knows no folder: pass save_dir, or set DS_CKPT_DIR")
-    tag = names.check_tag(_shown_tag(request))
+    tag = names.check_tag(request.tag)
     folder = f"{place.save_dir}/{tag}"
     fs, cutoff = session.volume.fs, session.younger_than_ns
     wanted = deepspeed_files.expected(request.engine, place.save_dir, tag)
@@ -225,7 +227,7 @@ def _find(session: Session, place: Place | None, request: Request) -> dict[str, 
     return found
 
 
-def _protect(session: Session, place: Place, request: Request, plan: Plan, state: SaveState) -> Job:
+def _protect(session: Session, place: Place, plan: Plan, state: SaveState) -> Job:
     """Link this rank's files; a failure goes into its piece, where its node's leader finds it."""
     fs = session.volume.fs
     folder = f"{place.save_dir}/{plan.tag}"
@@ -249,10 +251,6 @@ def _protect(session: Session, place: Place, request: Request, plan: Plan, state
         session=session,
         plan=plan,
         root=place.root,
-        step=request.step,
-        kind=request.kind,
-        metrics=request.metrics,
-        pin=request.pin,
         files=kept,
         companions=beside,
         error=error,

@@ -124,6 +124,12 @@ class Session:
         self._beat = threading.Thread(target=self._run, name="ds_ckpt heartbeat", daemon=True)
         self._beat.start()
 
+    def stop_heartbeat(self) -> None:
+        """Say nothing more."""
+        self._stop.set()
+        if self._beat is not None:
+            self._beat.join()
+
     def finish(self) -> None:
         """Say, durably, that this trainer makes no further save; leaders only.
 
@@ -132,9 +138,7 @@ class Session:
         """
         if not self.is_leader:
             return
-        self._stop.set()
-        if self._beat is not None:
-            self._beat.join()
+        self.stop_heartbeat()
         with self._lock:
             self.volume.write_trainer_status(self._status(finished=True))
 

@@ -40,7 +40,7 @@ def main() -> None:
     train_step(engine, 16)
     engine.save_checkpoint(str(save_dir))
     ds_ckpt_hook.after_save(engine, save_dir=save_dir)
-    final = ds_ckpt_hook.finalize(timeout=0.1)
+    final = ds_ckpt_hook.finalize(timeout=3)
     report(label="final", not_durable={s.tag: s.reason for s in final.not_durable})
     deepspeed.comm.barrier()
     engine.destroy()

@@ -45,7 +45,7 @@ report(label="loss", value=train_step(one, 16))
 one.save_checkpoint(str(save_dir), "after")
 save = ds_ckpt_hook.after_save(one, "after", save_dir=save_dir)
 report(label="after", save_id=save.save_id, reason=save.status().reason)
-ds_ckpt_hook.finalize(timeout=0.1)
+ds_ckpt_hook.finalize(timeout=3)
 
 one.save_checkpoint(str(save_dir), "alone")
 if rank == 0:

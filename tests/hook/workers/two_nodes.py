@@ -21,6 +21,6 @@ for stage in (1, 3):
     made.save_checkpoint(str(save_dir))
     save = ds_ckpt_hook.after_save(made, save_dir=save_dir)
     report(label=f"zero{stage}", save_id=save.save_id)
-final = ds_ckpt_hook.finalize(timeout=0.1)
+final = ds_ckpt_hook.finalize(timeout=3)
 report(label="final", not_durable=[standing.reason for standing in final.not_durable])
 leave(deepspeed)
