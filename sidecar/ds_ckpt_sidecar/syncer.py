@@ -17,6 +17,7 @@ from ds_ckpt_sidecar.observe.report import AgentState, Reporter
 from ds_ckpt_sidecar.outbox import Found, Outbox
 from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_store.catalog import Catalog, Lease
+from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.manifest import SaveState, SaveStatus, TrainerStatus
 from ds_ckpt_store.contract.volume import Volume
@@ -163,12 +164,12 @@ class Syncer:
 
     def _discover(self) -> None:
         found = self._outbox.scan()
-        names = {entry.name for entry in found}
+        there = {entry.name for entry in found}
         for save_id, save in list(self._saves.items()):
-            if save.file_name not in names:
+            if save.file_name not in there:
                 del self._saves[save_id]
-        self._bad = {name: why for name, why in self._bad.items() if name in names}
-        self._forget_gone({name.split(".")[0] for name in names})
+        self._bad = {name: why for name, why in self._bad.items() if name in there}
+        self._forget_gone({name.split(".")[0] for name in there})
         for entry in found:
             if entry.manifest is None:
                 self._refuse(entry)
@@ -199,11 +200,14 @@ class Syncer:
             return
         self._bad[entry.name] = entry.reason
         state: SaveState = "quarantined" if entry.verdict == "bad" else "held"
-        self._log.warning(f"save.{state}", file=entry.name, reason=entry.reason)
+        # A name on the volume may be any bytes; a status may be written under a save id alone.
+        name = entry.name.encode(errors="backslashreplace").decode()
+        save_id = name.split(".")[0]
+        self._log.warning(f"save.{state}", file=name, reason=entry.reason)
         status = SaveStatus(
-            save_id=entry.name.split(".")[0] or "unnamed",
+            save_id=save_id if names.is_save_id(save_id) else "unnamed",
             state=state,
-            reason=f"{entry.name}: {entry.reason}",
+            reason=f"{name}: {entry.reason}",
             time=self._clock.time(),
         )
         self._reporter.save(status)
