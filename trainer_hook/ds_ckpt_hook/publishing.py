@@ -124,7 +124,8 @@ def perform(job: Job, clock: Clock, timeout: float) -> None:
         NotPublishedError: a rank of this node failed, or its piece did not come in time.
         ShardError, OSError: this rank's own part failed.
     """
-    session, save_id = job.session, job.plan.save_id
+    session, fs, save_id = job.session, job.session.volume.fs, job.plan.save_id
+    folder = f"{session.volume.pieces}/{save_id}"
     failure: Exception | None = None
     try:
         if job.error:
@@ -133,20 +134,20 @@ def perform(job: Job, clock: Clock, timeout: float) -> None:
     except (CkptError, OSError) as error:
         failure = error
         piece = Piece(rank=session.rank, error=str(error) or type(error).__name__)
-    folder = f"{session.volume.pieces}/{save_id}"
-    session.volume.fs.make_folder(folder)
-    session.volume.fs.write_atomic(f"{folder}/{session.rank}.json", piece.to_bytes(), durable=False)
     if session.is_leader:
         try:
             pieces = _collect(job, piece, clock, timeout)
             session.volume.publish(_manifest(job, pieces))
         except BaseException:
             with contextlib.suppress(OSError):
-                session.volume.fs.remove_tree(session.volume.link_folder(save_id))
+                fs.remove_tree(session.volume.link_folder(save_id))
             raise
         finally:
             with contextlib.suppress(OSError):
-                session.volume.fs.remove_tree(folder)
+                fs.remove_tree(folder)
+    else:
+        fs.make_folder(folder)
+        fs.write_atomic(f"{folder}/{session.rank}.json", piece.to_bytes(), durable=False)
     if failure is not None:
         raise failure
 

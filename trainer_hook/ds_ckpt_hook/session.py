@@ -225,7 +225,7 @@ def begin(
         try:
             clear_leftovers(session.volume)
             session.announce()
-        except (OSError, CkptError) as failure:
+        except Exception as failure:  # noqa: BLE001 - the other ranks wait for this one's answer
             error = f"what an earlier attempt left on {place.volume.path} cannot be cleared: "
             error += str(failure)
     errors = exchange.gather("handshake: volumes are clear", error)
@@ -267,7 +267,7 @@ def _hello(
             attempt=attempt,
             token=token,
         )
-    except (OSError, CkptError) as error:
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's word
         return Hello(error=f"the volume {place.volume.path} cannot be used: {error}"), 0
     return hello, younger_than_ns
 
