@@ -93,8 +93,7 @@ def die() -> None:
 def watch_system_calls(fate: Fate) -> None:
     """Count the system calls of this process that change something, and die in the chosen one.
 
-    A folder's change is made or not; a write is made by half. fsync is left out: the kernel goes
-    on, so it makes no difference here but in time.
+    A folder's change is made or not; a write is made by half.
     """
 
     def changing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +127,20 @@ def watch_system_calls(fate: Fate) -> None:
         setattr(os, name, changing(getattr(os, name)))
     for name in _WRITES:
         setattr(os, name, writing(getattr(os, name)))
+
+
+def without_fsync() -> None:
+    """Leave out fsync: the kernel survives a kill, so it makes no difference here but in time."""
     os.fsync = os.fdatasync = lambda fd: None  # type: ignore[assignment]
+
+
+def share_clients() -> None:
+    """Let clients of S3 share what boto3 reads from its files: a third of a second each time."""
+    import boto3.session
+
+    session = boto3.session.Session()
+    session.client("s3", region_name="us-east-1")
+    boto3.session.Session = lambda: session  # type: ignore[assignment, misc]
 
 
 class DyingFilesystem(Filesystem):
@@ -169,6 +181,11 @@ class DyingJournal(Journal):
     """A journal whose writes are calls; SQLite answers for what is within one."""
 
     fate: Fate
+
+    @classmethod
+    def with_fate(cls, fate: Fate) -> type[DyingJournal]:
+        """A class whose journals have this fate, as the agent wants to open one itself."""
+        return type("Doomed", (cls,), {"fate": fate})
 
     def _write(self, statement: str, *values: object) -> None:
         self.fate.call(

@@ -3,7 +3,8 @@
 Three saves are handed over before the agent starts: one tag, and another that is saved twice, on
 new inodes, so that the first of these two lives by its links alone. The volume itself came from
 a restore. One shard of the newest save takes two parts. The agent keeps one checkpoint
-in the store and one on the volume, so it uploads, commits, points, cleans and retains.
+in the store and one on the volume, so it uploads, commits, points, cleans and retains. An agent
+was killed there before and has left something everywhere, so clearing up dies too.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.contract.manifest import NodeIdentity, NodeManifest, Restored, RestoredFile
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.restore import Restore
+from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.file import FileStore
-from ds_ckpt_store.stores.port import Store
+from ds_ckpt_store.stores.port import BytesSource, Store
 from tests.sidecar.crashes.dying import Inline, StillClock
 from tests.sidecar.handoff import START_MS, Files, Trainer
 
@@ -79,7 +81,26 @@ def build(path: str, url: str) -> Scene:
     _restored(trainer)
     saves = [trainer.save(tag, files, companions=COMPANIONS) for tag, files in SAVES]
     trainer.say()
+    _leave_behind(trainer.volume, url, saves[-1])
     return Scene(path, url, saves)
+
+
+def _leave_behind(volume: Volume, url: str, newest: NodeManifest) -> None:
+    """What killed agents have left."""
+    gone = names.new_save_id(START_MS - 9000, random.Random(6))
+    fs = volume.fs
+    with open(f"{volume.status}/.sidecar.json.1.0123abcd.tmp", "wb") as file:
+        file.write(b"{")
+    fs.make_folder(f"{volume.trash}/{gone}")
+    fs.write_atomic(f"{volume.trash}/{gone}/0", b"perhaps the only copy")
+    journal = Journal(volume.journal)
+    journal.set_state(gone, "committed")
+    journal.close()
+    store = open_store(url)
+    store.begin(f"{newest.folder}/{newest.shards[0].path}", newest.shards[0].size, {})
+    store.put(f".ds_ckpt/probe/{NODE}/0-create", BytesSource(b"probe"))
+    store.begin(f".ds_ckpt/probe/{NODE}/0-proof", 5, {})
+    store.close()
 
 
 def _restored(trainer: Trainer) -> None:
@@ -291,8 +312,3 @@ def _compare(found: Mapping[str, bytes], files: Files) -> None:
 def _read(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read()
-
-
-def leave_out_names() -> str:
-    """Folder of the product's own files on a volume."""
-    return names.VOLUME_DIR
