@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -218,6 +219,21 @@ def test_a_save_that_died_before_its_manifest_is_set_aside(folders: Folders) -> 
     assert pointers(volumes) == ["one", "one"]
     assert f"two/{MODEL}" in aside(volumes[0])
     assert (volumes[0] / "notes" / "readme.txt").exists()
+
+
+def test_checkpoints_from_before_the_hook_are_left_to_the_user(folders: Folders) -> None:
+    volumes = folders(1)
+    job = Job(volumes)
+    job.engines[0].save_checkpoint(volumes[0], "old")
+    time.sleep(0.02)  # filesystems stamp files by the kernel's tick
+    with pytest.raises(AgreementError, match="before the hook"):
+        job.resume()
+    assert (volumes[0] / "old" / MODEL).exists()
+    assert pointers(volumes) == ["old"]
+    job = Job(volumes)
+    job.save("new")
+    assert Job(volumes).resume() == ["new"]
+    assert (volumes[0] / "old" / MODEL).exists()
 
 
 def test_setting_a_tag_aside_leaves_the_agreed_tag_below_it(folders: Folders) -> None:

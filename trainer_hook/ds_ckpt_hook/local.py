@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -65,8 +65,28 @@ def is_whole(place: Place, held: Held) -> bool:
         return all(executor.map(lambda shard: _is_right(place.volume, folder, shard), shards))
 
 
+def unmanaged(session: Session, place: Place) -> list[str]:
+    """Tags that lay here before the hook was first used on this volume.
+
+    Nothing of ours can vouch for them, and they are no leftovers of ours either.
+    """
+    fs = place.volume.fs
+    made = fs.stat(f"{place.volume.own}/node.json")
+    known = {manifest.tag for manifest in _manifests(session)}
+    known.update(each.tag for each in restored_on(place))
+    return [
+        tag
+        for tag in deepspeed_files.tag_folders(fs, place.save_dir)
+        if tag not in known
+        and made is not None
+        and all(state.mtime_ns < made.mtime_ns for _, state in fs.walk(f"{place.save_dir}/{tag}"))
+    ]
+
+
 def set_aside(session: Session, place: Place, agreed: Held | None, now_ms: int) -> list[str]:
     """Rename what must not be loaded: all but the agreed save and whole, known, older ones.
+
+    What is older than our first use of the volume stays where it is.
 
     Returns:
         A sentence for each checkpoint that was moved.
@@ -78,6 +98,7 @@ def set_aside(session: Session, place: Place, agreed: Held | None, now_ms: int) 
     known = _newest_of_each_tag(session, place)
     tags = deepspeed_files.tag_folders(fs, place.save_dir)
     kept = {tag for tag in tags if _may_stay(place, tag, known, agreed)}
+    kept.update(unmanaged(session, place))
     moved = []
     for tag in reversed(tags):  # a tag below another one first
         if tag in kept:
@@ -138,21 +159,24 @@ def _may_stay(
 def _newest_of_each_tag(session: Session, place: Place) -> dict[str, NodeManifest]:
     """A tag that was saved again stands on the volume in its newest form only."""
     newest: dict[str, NodeManifest] = {}
+    for manifest in _manifests(session):
+        if manifest.run_id == session.run_id and manifest.root == place.root:
+            other = newest.get(manifest.tag)
+            if other is None or manifest.time_ms > other.time_ms:
+                newest[manifest.tag] = manifest
+    return newest
+
+
+def _manifests(session: Session) -> Iterator[NodeManifest]:
+    """Manifests of this node that can be read, of whichever run."""
     for name in session.volume.manifests():
         try:
             manifest = session.volume.manifest(name)
         except (CkptError, OSError) as error:
             logger.warning("manifest %s is passed over: %s", name, error)
             continue
-        if (
-            manifest.node == session.node
-            and manifest.run_id == session.run_id
-            and manifest.root == place.root
-        ):
-            other = newest.get(manifest.tag)
-            if other is None or manifest.time_ms > other.time_ms:
-                newest[manifest.tag] = manifest
-    return newest
+        if manifest.node == session.node:
+            yield manifest
 
 
 def _suffices(session: Session, manifest: NodeManifest) -> bool:

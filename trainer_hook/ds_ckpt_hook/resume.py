@@ -38,6 +38,7 @@ class Offer:
     """What one rank knows: a leader, what its volume holds; rank 0, what the store holds."""
 
     held: Mapping[str, Held] = field(default_factory=dict)
+    unmanaged: Sequence[str] = ()
     committed: Sequence[Committed] = ()
     error: str = ""
     store_error: str = ""
@@ -112,6 +113,14 @@ def _agree(
             "no checkpoint could be brought to every node, and starting from scratch beside a "
             f"store that holds some is left to you: {store_error or ' | '.join(failures[:4])}"
         )
+    found = sorted({tag for offer in offers for tag in offer.unmanaged})
+    if agreed is None and found:
+        raise AgreementError(
+            f"save_dir holds checkpoints from before the hook was first used ({found[:8]}), and "
+            "nothing tells whether they are whole on all nodes. To go on from one, call "
+            "engine.load_checkpoint(save_dir, tag) without agree_on_resume this once, and save; "
+            "to start from scratch, move them away"
+        )
     _settle(hook, session, place, agreed, patience)
     times = [record.time_ms for record in offers[0].committed]
     session.newest_ms = max(session.newest_ms, *times, agreed.time_ms if agreed else 0)
@@ -129,11 +138,13 @@ def _offer(
 ) -> tuple[Offer, Mapping[str, Held]]:
     """What this rank tells the others, and what its volume holds with the manifests."""
     held: Mapping[str, Held] = {}
+    unmanaged: Sequence[str] = ()
     committed: Sequence[Committed] = ()
     store_error = ""
     if session.is_leader:
         try:
             held = local.held_saves(session, place)
+            unmanaged = local.unmanaged(session, place)
         except (CkptError, OSError) as error:
             return Offer(error=f"{place.volume.path} cannot be looked through: {error}"), {}
     if session.rank == 0 and url:
@@ -145,7 +156,8 @@ def _offer(
             store_error = f"{url}: {reason_of(error)}"
     # Manifests may be large, and no other rank needs them.
     told = {save_id: replace(save, manifest=None) for save_id, save in held.items()}
-    return Offer(held=told, committed=committed, store_error=store_error), held
+    offer = Offer(held=told, unmanaged=unmanaged, committed=committed, store_error=store_error)
+    return offer, held
 
 
 def rank_options(
