@@ -146,21 +146,24 @@ class LocalFiles:
         return f"{taken} holds files that no manifest names any more; moved to {target}"
 
     def remove(self, manifest: NodeManifest, *, links_only: bool = False) -> None:
-        """Remove what is left of a save: the trainer's names that have not changed, the links.
+        """Remove what is left of a save: names that have not changed, and the links.
+
+        Names are those in the trainer's folder, and those that were set aside from it when the
+        trainer resumed from another save.
 
         Args:
             manifest: the save's.
             links_only: leave the trainer's folder as it is: a later save lives in it.
         """
+        shards = [*manifest.shards, *manifest.replicas]
+        aside = f"{names.VOLUME_DIR}/aside/{manifest.save_id}/{manifest.tag}"
+        expected = [(f"{aside}/{shard.path}", shard) for shard in shards]
         if not links_only:
-            self._remove_files(
-                manifest.save_id,
-                [
-                    (self._own_path(manifest, shard, companion=False), shard)
-                    for shard in (*manifest.shards, *manifest.replicas)
-                ],
-                "" if manifest.root == "." else manifest.root,
-            )
+            expected += [
+                (self._own_path(manifest, shard, companion=False), shard) for shard in shards
+            ]
+        top = "" if manifest.root == "." else manifest.root
+        self._remove_files(manifest.save_id, expected, top)
         self._volume.fs.remove_tree(self._volume.link_folder(manifest.save_id))
 
     def remove_restored(self, restored: Restored) -> bool:
