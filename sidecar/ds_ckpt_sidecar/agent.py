@@ -21,7 +21,7 @@ from ds_ckpt_sidecar.observe.log import Growing, Log
 from ds_ckpt_sidecar.observe.report import AgentState, Reporter
 from ds_ckpt_sidecar.outbox import watch
 from ds_ckpt_sidecar.settings import AgentSettings
-from ds_ckpt_sidecar.syncer import Syncer
+from ds_ckpt_sidecar.syncer import LONGEST_BACKOFF, Syncer
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract.clock import Clock, SystemClock, system_random
 from ds_ckpt_store.contract.volume import Volume
@@ -228,29 +228,37 @@ class Agent:
     def _loop(self) -> int:
         syncer = self._need_syncer()
         self._state = "running"
+        failed = 0
         while not self._stopping.is_set():
-            self._pass(newest_first=self._settings.order == "newest")
+            passed = self._pass(newest_first=self._settings.order == "newest")
+            failed = 0 if passed else failed + 1
             due = syncer.next_due()
             pause = self._settings.rescan_seconds
-            if due is not None:
+            if failed:  # no save was even tried: leave the store, or the run that has it, in peace
+                pause = min(pause * 2 ** min(failed - 1, 10), max(pause, LONGEST_BACKOFF))
+            elif due is not None:
                 pause = min(pause, max(due - self._clock.monotonic(), 0.05))
             self._wait(pause)
         return self._drain()
 
-    def _pass(self, *, newest_first: bool) -> None:
+    def _pass(self, *, newest_first: bool) -> bool:
+        """One pass; False if it failed as a whole."""
         syncer = self._need_syncer()
+        passed = False
         try:
             syncer.sync(newest_first=newest_first, check=self._check)
             self._refused = False
             self._failures.clear("pass")
+            passed = True
         except PausedError:
-            pass
+            passed = True
         except OwnershipError as error:
             self._refused = True
             self._report(error)
         except (CkptError, OSError) as error:
             self._report(error)
         syncer.beat("refused" if self._refused else self._state, now=True)
+        return passed
 
     def _report(self, error: Exception) -> None:
         self._failures.error("pass", "pass.failed", error=str(error), kind=type(error).__name__)
@@ -285,7 +293,7 @@ class Agent:
         while True:
             self._pass(newest_first=True)
             open_saves = [s for s in syncer.unfinished() if not s.waiting_for]
-            if not open_saves or self._clock.monotonic() >= self._deadline:
+            if not open_saves or self._refused or self._clock.monotonic() >= self._deadline:
                 break
             self._clock.sleep(0.2)
         return self._end()

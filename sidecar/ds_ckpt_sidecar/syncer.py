@@ -21,7 +21,14 @@ from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.manifest import SaveState, SaveStatus, TrainerStatus
 from ds_ckpt_store.contract.volume import Volume
-from ds_ckpt_store.errors import CkptError, InputError, OwnershipError, PausedError
+from ds_ckpt_store.errors import (
+    CkptError,
+    DamagedError,
+    InputError,
+    OwnershipError,
+    PausedError,
+    UnknownSchemaError,
+)
 from ds_ckpt_store.retention import Retention
 
 LONGEST_BACKOFF = 60.0
@@ -230,9 +237,7 @@ class Syncer:
 
     def _own(self, trainer: TrainerStatus | None) -> bool:
         """Step 1 for every attempt on this volume, the earliest first; False if there is none."""
-        if not self._run_id and (trainer is not None or self._saves):
-            first = trainer or min(self._saves.values(), key=lambda s: s.save_id).manifest
-            self._run_id = first.run_id
+        self._follow_run(trainer)
         self._hold_foreign()
         attempts = {save.manifest.attempt for save in self.unfinished()}
         current = max(attempts, default="")
@@ -240,11 +245,31 @@ class Syncer:
             current = trainer.attempt
         for attempt in sorted(attempts - {current, *self._leases}):
             self._take(attempt, ())
-        if current and (current != self._attempt or current not in self._leases):
+        new = current != self._attempt or current not in self._leases
+        # A trainer that is gone, and left no work, is no reason to take a lease in its name.
+        if current and new and (attempts or trainer and trainer.finished or self._trainer_lives()):
             self._attempt, self._released = current, False
             self._take(current, trainer.nodes if trainer and trainer.attempt == current else ())
         self.renew()
         return bool(self._leases)
+
+    def _follow_run(self, trainer: TrainerStatus | None) -> None:
+        """Work for the run that the settings name, else for that of the trainer on this volume.
+
+        A volume that is used again first shows the heartbeat of the run before.
+        """
+        run_id = self._settings.run_id or self._run_id
+        if not self._settings.run_id and trainer is not None:
+            run_id = trainer.run_id
+        elif not run_id and self._saves:
+            run_id = max(self._saves.values(), key=lambda save: save.save_id).manifest.run_id
+        if self._run_id and run_id != self._run_id:
+            self._log.warning("run.changed", from_run=self._run_id, run_id=run_id)
+            self._saves, self._leases = {}, {}
+            self._attempt, self._released, self._swept = "", False, False
+            self._newest_committed = (0, "", "")
+            self._discover()
+        self._run_id = run_id
 
     def _take(self, attempt: str, nodes: list[str] | tuple[()]) -> None:
         before = self._leases.get(attempt)
@@ -294,8 +319,12 @@ class Syncer:
             return
         for intent in self._catalog.undecided():
             check()
-            if intent.run_id == self._run_id:
+            if intent.run_id != self._run_id:
+                continue
+            try:
                 self._catalog.commit(intent)
+            except (DamagedError, UnknownSchemaError) as error:
+                self._log.error("save.undecided", save_id=intent.save_id, error=str(error))
         committed = self._catalog.committed()
         if committed:
             if self._catalog.point(committed[-1]):

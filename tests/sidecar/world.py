@@ -54,6 +54,13 @@ class Lines:
         return "\n".join(f"{level} {name} {values}" for level, name, values in list(self.lines))
 
 
+class Hasty(random.Random):
+    """Chance that always says: try again soon."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return min(b, 0.01)
+
+
 class World:
     """One bucket, and agents that work for it in this process."""
 
@@ -82,6 +89,7 @@ class World:
             store=store or self.store,
             volume=Volume(os.fspath(volume), fs),
             log=self.log,
+            rng=Hasty(),
         )
 
     def once(self, volume: str | os.PathLike[str], **settings: Any) -> int:

@@ -1,0 +1,156 @@
+"""Two nodes on two volumes with two agents: a record appears only when both have stored all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ds_ckpt_store.errors import RefusedError
+from tests.sidecar.handoff import Trainer, save_together
+from tests.sidecar.world import World, contents, left_of_saves, status, until
+
+MIB = 1 << 20
+
+
+class Pair:
+    """Two nodes and their saves."""
+
+    def __init__(self, folder: Path, world: World) -> None:
+        self.world = world
+        self.nodes = [Trainer(folder / name, seed=number) for number, name in enumerate("ab")]
+        self.paths = [trainer.volume.path for trainer in self.nodes]
+
+    def save(self, tag: str = "t", size: int = 100) -> str:
+        files = [{"rank0.pt": size}, {"rank1.pt": size}]
+        return save_together(self.nodes, tag, files)[0].save_id
+
+    def bytes(self, tag: str) -> dict[str, bytes]:
+        return {**contents(Path(self.paths[0], tag)), **contents(Path(self.paths[1], tag))}
+
+
+@pytest.fixture
+def pair(tmp_path: Path, world: World) -> Pair:
+    return Pair(tmp_path, world)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 1), (1, 0)])
+def test_either_may_be_last(
+    world: World, pair: Pair, tmp_path: Path, first: int, last: int
+) -> None:
+    save_id = pair.save()
+    assert world.once(pair.paths[first]) == 0
+    assert world.states() == {}
+    assert world.latest() is None
+    said = status(pair.paths[first], save_id)
+    assert (said.state, said.waiting_for) == ("stored", [pair.nodes[last].node])
+    assert world.log.of("save.left_waiting")
+    assert world.once(pair.paths[last]) == 0
+    assert world.states() == {"t": "committed"}
+    world.check_whole()
+    assert world.restored(tmp_path / "new") == pair.bytes("t")
+    world.once(pair.paths[first])
+    assert status(pair.paths[first], save_id).state == "committed"
+
+
+def test_both_at_once_make_one_record(world: World, pair: Pair) -> None:
+    with world.running(pair.paths[0]), world.running(pair.paths[1]):
+        for number in range(5):
+            pair.save(f"t{number}", 1000)
+        until(lambda: list(world.states().values()) == ["committed"] * 5)
+    world.check_whole()
+    assert world.latest() == "t4"
+
+
+def test_waiting_for_the_other_node_holds_up_nothing(world: World, pair: Pair) -> None:
+    pair.save("both")
+    alone = pair.nodes[0].save("alone", {"x": 10})
+    with world.running(pair.paths[0]):
+        until(lambda: world.states() == {"alone": "committed"})
+        assert status(pair.paths[0], alone.save_id).state == "committed"
+        assert world.latest() == "alone"
+        world.once(pair.paths[1])
+        until(lambda: world.states() == {"both": "committed", "alone": "committed"})
+    assert world.latest() == "alone", "it was saved later"
+
+
+@pytest.mark.parametrize("operation", ["put_part", "complete"])
+def test_one_that_dies_in_its_upload_comes_back_and_completes_the_save(
+    world: World, pair: Pair, operation: str
+) -> None:
+    pair.save(size=11 * MIB)
+    world.once(pair.paths[0])
+    rule = world.fault(operation, "fail-before", "rank1", count=None, error=RefusedError)
+    if operation == "put_part":
+        rule.skip = 1
+    assert world.once(pair.paths[1]) == 1
+    assert world.states() == {}
+    world.store.script.clear()
+    sent = len(world.store.asked("put_part", "rank1"))
+    assert world.once(pair.paths[1]) == 0
+    assert world.states() == {"t": "committed"}
+    assert len(world.store.asked("put_part", "rank1")) - sent <= (
+        2 if operation == "put_part" else 0
+    )
+    world.check_whole()
+
+
+def test_one_that_dies_between_receipt_and_commit_is_not_needed_any_more(
+    world: World, pair: Pair
+) -> None:
+    pair.save()
+    world.once(pair.paths[0])
+    world.fault("put", "fail-before", "checkpoints/", count=None, error=RefusedError)
+    assert world.once(pair.paths[1]) == 1  # and its volume is lost
+    world.store.script.clear()
+    assert world.once(pair.paths[0]) == 0
+    assert world.states() == {"t": "committed"}
+
+
+def test_a_node_without_a_shard_of_its_own_waits_for_the_others_record(
+    world: World, pair: Pair, tmp_path: Path
+) -> None:
+    one, two = pair.nodes
+    manifests = save_together(pair.nodes, "t", [{"x": 10}, {}])
+    assert manifests[0].nodes == [one.node]
+    world.once(two.volume.path)
+    assert world.states() == {}
+    world.once(one.volume.path)
+    assert world.once(two.volume.path) == 0
+    assert world.states() == {"t": "committed"}
+    assert status(two.volume.path, manifests[1].save_id).state == "committed"
+
+
+def test_a_save_that_one_node_lost_is_superseded_on_both_and_leaves_nothing(
+    world: World, pair: Pair
+) -> None:
+    manifests = save_together(pair.nodes, "t", [{"rank0.pt": 50}, {"rank1.pt": 50}], latest=False)
+    world.once(pair.paths[0])
+    pair.nodes[1].rewrite(manifests[1], "rank1.pt", b"x" * 50)
+    world.once(pair.paths[1])
+    world.once(pair.paths[0])
+    assert world.states() == {"t": "abandoned"}
+    assert world.keys("t@") == []
+    assert [status(path, manifests[0].save_id).state for path in pair.paths] == [
+        "abandoned",
+        "superseded",
+    ]
+    assert pair.nodes[1].node in status(pair.paths[0], manifests[0].save_id).reason
+    assert [left_of_saves(path) for path in pair.paths] == [[], []]
+
+
+def test_a_node_that_never_comes_back_is_given_up_only_when_its_attempt_is_over(
+    world: World, pair: Pair
+) -> None:
+    pair.save("lost")
+    for _ in range(2):
+        world.once(pair.paths[0], abandon_seconds=0)
+        assert world.states() == {}, "a live attempt is waited for"
+    again = Trainer(pair.paths[0], time_ms=pair.nodes[0].time_ms + 60_000, seed=7)
+    again.say()
+    again.save("next", {"x": 10})
+    world.once(pair.paths[0], abandon_seconds=3600)
+    assert world.states() == {"next": "committed"}
+    world.once(pair.paths[0], abandon_seconds=0)
+    assert world.states() == {"lost": "abandoned", "next": "committed"}
+    assert world.keys("lost@") == []
