@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
@@ -50,6 +50,7 @@ from ds_ckpt_store.errors import (
     OwnershipError,
     PreconditionError,
     TagError,
+    TransientError,
     UnknownSchemaError,
 )
 from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, ObjectInfo, Store
@@ -65,6 +66,7 @@ _CLOCK = f"{_OWN}/clock/"
 _REMEMBERED_ATTEMPTS = 1000
 STALE_AFTER = 600.0
 HOLD_SECONDS = 3600
+DECIDING_ROUNDS = 10
 
 RecordState = Literal["committed", "abandoned", "deleted"]
 
@@ -234,7 +236,9 @@ class Catalog:
         Raises:
             OwnershipError: another run holds a live lease; nothing was touched.
         """
+        rounds = self._rounds("own", _OWNER)
         while True:
+            next(rounds)
             current = self._read(_OWNER, Owner)
             if current is None:
                 epoch = 1 + max((record.epoch for record in self.records()), default=0)
@@ -311,7 +315,9 @@ class Catalog:
         key = f"{_SAVES}{manifest.save_id}.json"
         fields = manifest.model_dump(include=set(SaveInfo.model_fields))
         intent = Intent(**fields, epoch=epoch)
+        rounds = self._rounds("intend", key)
         while True:
+            next(rounds)
             found = self._read(key, Intent)
             if found is not None:
                 return found[0]
@@ -385,7 +391,9 @@ class Catalog:
 
     def _decide(self, record: Record) -> Record:
         key = f"{_RECORDS}{record.save_id}.json"
+        rounds = self._rounds("decide", key)
         while True:
+            next(rounds)
             self._write(key, record, IfAbsent())
             found = self.record(record.save_id)
             if found is not None:
@@ -483,7 +491,9 @@ class Catalog:
         Raises:
             UnknownSchemaError: it names a record of a newer version than ours; it stays.
         """
+        rounds = self._rounds("point", LATEST)
         while True:
+            next(rounds)
             try:
                 raw, info = self.store.get(LATEST)
             except NotFoundError:
@@ -549,6 +559,20 @@ class Catalog:
         return self.store.head(f"{_RECORDS}{save_id}.json").modified
 
     # ---- documents
+
+    @staticmethod
+    def _rounds(operation: str, key: str) -> Iterator[int]:
+        """Rounds of reading and deciding; ends with an error, so that the caller waits and asks.
+
+        Raises:
+            TransientError: after the last round; nothing is known to have been done.
+        """
+        yield from range(DECIDING_ROUNDS)
+        raise TransientError(
+            operation,
+            key,
+            f"lost to other writers, or without an answer, {DECIDING_ROUNDS} times in a row",
+        )
 
     def _keys(self, prefix: str) -> list[str]:
         return [info.key for info in self.store.list(prefix) if info.key.endswith(".json")]

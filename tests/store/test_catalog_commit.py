@@ -9,7 +9,13 @@ import pytest
 
 from ds_ckpt_store.catalog import Intent
 from ds_ckpt_store.contract.manifest import SCHEMA
-from ds_ckpt_store.errors import DamagedError, PreconditionError, UnknownSchemaError
+from ds_ckpt_store.errors import (
+    AmbiguousError,
+    DamagedError,
+    PreconditionError,
+    TransientError,
+    UnknownSchemaError,
+)
 from ds_ckpt_store.stores.file import FileStore
 from tests.store.prefix import NODE, OTHER, THIRD, Prefix
 
@@ -157,6 +163,16 @@ def test_a_commit_that_was_not_applied_is_made_again(prefix: Prefix) -> None:
     record = prefix.catalog.commit(intent).record
     assert record is not None
     assert record.state == "committed"
+
+
+def test_a_store_that_answers_no_write_is_not_hammered(prefix: Prefix) -> None:
+    intent = prefix.store_all(prefix.manifest())
+    prefix.fault("put", "fail-before", RECORDS, error=AmbiguousError, count=None)
+    with pytest.raises(TransientError, match="in a row"):
+        prefix.catalog.commit(intent)
+    assert len(prefix.store.asked("put", RECORDS)) <= 20
+    prefix.store.script.clear()
+    assert prefix.catalog.commit(intent).record is not None
 
 
 def test_a_commit_that_lands_late_does_not_change_the_decision(prefix: Prefix) -> None:
