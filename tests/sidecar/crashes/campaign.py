@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -90,29 +91,50 @@ def die(campaign: Campaign, folder: str, point: Point) -> str:
     return ""
 
 
-def choose(calls: list[Call], *, remote: bool) -> list[Point]:
-    """Which deaths are tried.
+def choose(calls: list[Call]) -> list[Point]:
+    """Which deaths are tried, where one costs little.
 
     Every kind of call dies in all of its ways at its first use. Each later call that changes
     something dies in one of them, in turn; of those that only read, where a death leaves what the
-    call before left, one in four does. Against a server only calls of the store count, and there
-    each dies once.
+    call before left, one in four does.
     """
     points: list[Point] = []
     seen: set[tuple[str, int]] = set()
     turns = {True: 0, False: 0}
     for number, call in enumerate(calls):
-        if remote and not call.kind.startswith("store."):
-            continue
-        ways: list[int | None] = [*range(call.points - 1), None]
-        if (call.kind, call.changes) not in seen and not remote:
+        if (call.kind, call.changes) not in seen:
             seen.add((call.kind, call.changes))
-            points += [Point(number, step) for step in ways]
+            points += [Point(number, step) for step in call.ways]
             continue
         changes = call.changes > 0 or call.kind == "journal.write"
         turns[changes] += 1
-        if changes or remote or turns[False] % 4 == 0:
-            points.append(Point(number, ways[turns[changes] % len(ways)]))
+        if changes or turns[False] % 4 == 0:
+            points.append(Point(number, call.ways[turns[changes] % len(call.ways)]))
+    return points
+
+
+def choose_remote(calls: list[Call], *, every: bool) -> list[Point]:
+    """Which deaths are tried against a server: calls of the store alone.
+
+    Args:
+        calls: of the rehearsal.
+        every: each call dies once, before, in or after it, in turn; else one call of each kind on
+            each kind of object does, and one that writes dies in all of its ways.
+    """
+    points: list[Point] = []
+    seen: set[tuple[str, str]] = set()
+    for number, call in enumerate(calls):
+        if not call.kind.startswith("store."):
+            continue
+        what = (call.kind, re.sub(r"[0-9a-f]{12,}|[^/]*@", "*", call.subject))
+        if every:
+            points.append(Point(number, call.ways[number % len(call.ways)]))
+        elif what not in seen:
+            writes = call.kind in ("store.put", "store.put_part")
+            first = writes and call.kind not in {kind for kind, _ in seen}
+            ways = call.ways if first else [call.ways[len(seen) % len(call.ways)]]
+            points += [Point(number, step) for step in ways]
+        seen.add(what)
     return points
 
 
@@ -126,13 +148,14 @@ def main(make: Callable[[str], Campaign]) -> None:
     parser.add_argument("base", help="URL under which each death gets a prefix of its own")
     parser.add_argument("folder", help="scratch space")
     parser.add_argument("--share", default="0/1", help="this one of so many programs")
+    parser.add_argument("--every", action="store_true", help="every call of a server: minutes")
     options = parser.parse_args()
     mine, of = map(int, options.share.split("/"))
     without_fsync()
     folder = tempfile.mkdtemp(dir=options.folder)
     campaign = make(options.base)
     calls = rehearse(campaign, folder)
-    points = choose(calls, remote=campaign.remote)
+    points = choose_remote(calls, every=options.every) if campaign.remote else choose(calls)
     broken = []
     for number, point in enumerate(points[mine::of]):
         here = f"{folder}/{mine}-{number}"

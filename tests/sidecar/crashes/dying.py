@@ -44,9 +44,9 @@ class Call:
     changes: int = 0
 
     @property
-    def points(self) -> int:
-        """Ways to die in it: before each change (so before the call), and after the last."""
-        return max(self.changes, 1) + 1
+    def ways(self) -> list[int | None]:
+        """To die in it: before each change, the first of which is before the call, and after."""
+        return [*range(max(self.changes, 1)), None]
 
 
 class Fate:
@@ -59,26 +59,26 @@ class Fate:
     def __init__(self, point: Point | None = None) -> None:
         self.calls: list[Call] = []
         self._point = point
-        self._inside = False
+        self.inside = False
 
     def call(self, kind: str, subject: str, run: Callable[[], Any]) -> Any:
         """Make a call, unless it is the last moment."""
-        if self._inside:  # one call that is made of others is one call
+        if self.inside:  # one call that is made of others is one call
             return run()
         self.calls.append(Call(kind, subject))
         if self._point == Point(len(self.calls) - 1, 0):
             die()
-        self._inside = True
+        self.inside = True
         try:
             return run()
         finally:
-            self._inside = False
+            self.inside = False
             if self._point == Point(len(self.calls) - 1, None):
                 die()
 
     def change(self) -> bool:
         """Called before each change within a call; True if this one is to be cut in the middle."""
-        if not self._inside:
+        if not self.inside:
             return False
         call = self.calls[-1]
         call.changes += 1
@@ -96,37 +96,39 @@ def watch_system_calls(fate: Fate) -> None:
     A folder's change is made or not; a write is made by half.
     """
 
-    def changing(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+    def within(name: str, change: Callable[[], Any]) -> Any:
+        """A change that no call of a part made is a call of its own."""
+        return change() if fate.inside else fate.call(f"os.{name}", "", change)
+
+    def changing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def make(*args: Any, **kwargs: Any) -> Any:
             if fate.change():
                 die()
             return function(*args, **kwargs)
 
-        return call
+        return lambda *args, **kwargs: within(name, lambda: make(*args, **kwargs))
 
-    def writing(function: Callable[..., int]) -> Callable[..., int]:
-        @functools.wraps(function)
-        def call(fd: int, data: Any, *rest: int) -> int:
+    def writing(name: str, function: Callable[..., int]) -> Callable[..., int]:
+        def make(fd: int, data: Any, *rest: int) -> int:
             if fate.change():
                 view = memoryview(data)
                 function(fd, view[: len(view) // 2], *rest)
                 die()
             return function(fd, data, *rest)
 
-        return call
+        return lambda *args: int(within(name, lambda: make(*args)))
 
-    def opening(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & os.O_CREAT and fate.change():
-            die()
-        return system_open(path, flags, *args, **kwargs)
-
+    create = changing("open", os.open)
     system_open = os.open
-    os.open = opening  # type: ignore[assignment]
+
+    def opening(path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
+        return (create if flags & os.O_CREAT else system_open)(path, flags, *args, **kwargs)
+
+    os.open = opening
     for name in _CHANGES_OF_FOLDERS:
-        setattr(os, name, changing(getattr(os, name)))
+        setattr(os, name, changing(name, getattr(os, name)))
     for name in _WRITES:
-        setattr(os, name, writing(getattr(os, name)))
+        setattr(os, name, writing(name, getattr(os, name)))
 
 
 def without_fsync() -> None:

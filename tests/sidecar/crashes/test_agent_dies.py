@@ -46,9 +46,9 @@ def test_it_dies_at_every_call_with_a_folder_as_the_store(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_it_dies_at_every_call_of_an_s3(seaweed: S3, tmp_path: Path) -> None:
+def test_it_dies_at_every_kind_of_call_of_an_s3(seaweed: S3, tmp_path: Path) -> None:
     base = f"s3://{seaweed.bucket()}"
     points, kinds, broken = run_in_parallel(PROGRAM, base, str(tmp_path), seaweed.environ)
     assert not broken, "\n".join(broken)
-    assert points > 100
+    assert points > 30
     assert kinds >= {"store.begin", "store.complete", "store.delete", "store.put", "store.put_part"}
