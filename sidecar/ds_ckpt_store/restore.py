@@ -216,10 +216,13 @@ class _Placement:
         self._companions = f"{self._staging}/companions"
         self._target = f"{volume.path}/{record.tag}"
         self._all: list[RemoteShard] = []
-        for key, entry in record.objects():
+        for number, (key, entry) in enumerate(record.objects()):
             root = self._shards if not _is_companion(key, record) else self._companions
             crc = digest.from_hex(entry.crc32c)
-            self._all.append(RemoteShard(key, entry.size, crc, f"{root}/{entry.path}"))
+            # Not beside the shard: another shard may have any name.
+            ranges = f"{self._staging}/ranges/{number}"
+            path = f"{root}/{entry.path}"
+            self._all.append(RemoteShard(key, entry.size, crc, path, ranges))
         self._whole: set[str] = set()
         self._in_place = False
 
@@ -232,7 +235,8 @@ class _Placement:
     def take_over(self) -> int:
         """Link what the volume already holds and is right into the staging folder; bytes taken."""
         taken = 0
-        for folder in sorted({os.path.dirname(shard.path) for shard in self._all}):
+        named = {path for shard in self._all for path in (shard.path, shard.ranges)}
+        for folder in sorted({os.path.dirname(path) for path in named}):
             self._fs.make_folder(folder)
         for shard in self._all:
             if self._fs.stat(shard.path) is not None:

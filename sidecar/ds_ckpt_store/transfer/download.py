@@ -51,13 +51,15 @@ class RemoteShard:
         key: relative to the store's prefix.
         size: bytes, as the record says.
         crc32c: of the whole, as the record says.
-        path: absolute; the file to write. ``<path>.ranges`` lies beside it meanwhile.
+        path: absolute; the file to write.
+        ranges: absolute; the list of finished ranges meanwhile, ``<path>.ranges`` if empty.
     """
 
     key: str
     size: int
     crc32c: int
     path: str
+    ranges: str = ""
 
 
 @dataclass(frozen=True)
@@ -201,7 +203,7 @@ class Downloader:
         done: Callable[[RemoteShard], None],
         damaged: Callable[[Damage], None],
     ) -> Story:
-        ranges = RangeList(self._fs, shard.path)
+        ranges = RangeList(self._fs, shard.ranges or f"{shard.path}.ranges")
         if (yield from self._is_here(shard, ranges)):
             done(shard)
             return

@@ -1,4 +1,4 @@
-"""The finished ranges of a file being downloaded, remembered beside it in ``<path>.ranges``.
+"""The finished ranges of a file being downloaded, remembered in a list beside it.
 
 One line for each range, ``offset length crc32c-hex``, appended after the range was written. A
 hint, never the truth: on continuing, each listed range is read from the file and its checksum
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from ds_ckpt_store.contract.digest import from_hex, to_hex
 from ds_ckpt_store.contract.filesystem import Filesystem
 
-SUFFIX = ".ranges"
 _LINE = re.compile(rb"([0-9]{1,19}) ([0-9]{1,19}) ([0-9a-f]{8})")
 _MAX_BYTES = 16 << 20
 
@@ -35,12 +34,12 @@ class RangeList:
 
     Args:
         fs: the filesystem.
-        path: of the file that is downloaded, absolute.
+        path: of the list, absolute.
     """
 
     def __init__(self, fs: Filesystem, path: str) -> None:
         self._fs = fs
-        self._path = path + SUFFIX
+        self._path = path
 
     def exists(self) -> bool:
         """Whether a download of this file was interrupted."""
