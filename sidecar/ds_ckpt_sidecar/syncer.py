@@ -247,7 +247,8 @@ class Syncer:
             self._take(attempt, ())
         new = current != self._attempt or current not in self._leases
         # A trainer that is gone, and left no work, is no reason to take a lease in its name.
-        if current and new and (attempts or trainer and trainer.finished or self._trainer_lives()):
+        finished = trainer is not None and trainer.finished
+        if current and new and (attempts or finished or self._trainer_lives()):
             self._attempt, self._released = current, False
             self._take(current, trainer.nodes if trainer and trainer.attempt == current else ())
         self.renew()
