@@ -12,7 +12,7 @@ import os
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
 from ds_ckpt_store.contract.manifest import SaveState
 from ds_ckpt_store.stores.port import Part, Upload
@@ -65,19 +65,22 @@ class Journal:
         except sqlite3.OperationalError as error:
             return self._in_memory(error)
         except sqlite3.DatabaseError as error:
-            aside = f"{self._path}.damaged"
-            self._warn(
-                f"the journal {self._path} is damaged ({error}); moved to {aside} and begun anew: "
-                "uploads are compared with the store again, nothing is lost"
-            )
+            return self._begin_anew(error)
+
+    def _begin_anew(self, error: Exception) -> sqlite3.Connection:
+        aside = f"{self._path}.damaged"
+        self._warn(
+            f"the journal {self._path} is damaged ({error}); moved to {aside} and begun anew: "
+            "uploads are compared with the store again, nothing is lost"
+        )
         try:
             for ending in ("-wal", "-shm"):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._path + ending)
             os.replace(self._path, aside)
             return self._connect(self._path)
-        except (OSError, sqlite3.Error) as error:
-            return self._in_memory(error)
+        except (OSError, sqlite3.Error) as again:
+            return self._in_memory(again)
 
     @staticmethod
     def _connect(path: str) -> sqlite3.Connection:
@@ -110,11 +113,25 @@ class Journal:
             if not self.durable:
                 raise
             before = self._db
-            self._db = self._in_memory(error)
-            with contextlib.suppress(sqlite3.Error):
-                before.backup(self._db)
-            before.close()
+            if isinstance(error, sqlite3.OperationalError):
+                self._db = self._in_memory(error)
+                with contextlib.suppress(sqlite3.Error):
+                    before.backup(self._db)
+                before.close()
+            else:
+                before.close()
+                self._db = self._begin_anew(error)
             self._db.execute(statement, values)
+
+    def _rows(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
+        try:
+            return self._db.execute(statement, values).fetchall()
+        except sqlite3.DatabaseError as error:  # a page that opening it did not look at
+            if not self.durable:
+                raise
+            self._db.close()
+            self._db = self._begin_anew(error)
+            return []
 
     def close(self) -> None:
         """Close the database."""
@@ -124,12 +141,10 @@ class Journal:
 
     def entry(self, save_id: str) -> Entry | None:
         """What is remembered of one save."""
-        row = self._db.execute(
-            "SELECT state, reason FROM saves WHERE save_id = ?", (save_id,)
-        ).fetchone()
-        if row is None or row[0] not in get_args(SaveState):
+        rows = self._rows("SELECT state, reason FROM saves WHERE save_id = ?", save_id)
+        if not rows or rows[0][0] not in get_args(SaveState):
             return None
-        return Entry(row[0], row[1])
+        return Entry(*rows[0])
 
     def set_state(self, save_id: str, state: SaveState, reason: str = "") -> None:
         """Remember the state of a save."""
@@ -147,11 +162,11 @@ class Journal:
 
     def save_ids(self) -> list[str]:
         """Every save that is remembered."""
-        return [row[0] for row in self._db.execute("SELECT save_id FROM saves ORDER BY save_id")]
+        return [row[0] for row in self._rows("SELECT save_id FROM saves ORDER BY save_id")]
 
     def uploads(self, save_id: str) -> list[Upload]:
         """Unfinished uploads of a save."""
-        rows = self._db.execute("SELECT key, token FROM uploads WHERE save_id = ?", (save_id,))
+        rows = self._rows("SELECT key, token FROM uploads WHERE save_id = ?", save_id)
         return [Upload(key, token) for key, token in rows]
 
     def log(self, save_id: str) -> JournalLog:
@@ -166,13 +181,13 @@ class JournalLog:
         self._journal = journal
         self._save_id = save_id
 
-    def _rows(self, statement: str, key: str) -> list[tuple[object, ...]]:
-        return list(self._journal._db.execute(statement, (self._save_id, key)))
+    def _rows(self, statement: str, key: str) -> list[tuple[Any, ...]]:
+        return self._journal._rows(statement, self._save_id, key)
 
     def upload(self, key: str) -> tuple[Upload, int] | None:
         """The unfinished upload of a key and its part size in bytes."""
         rows = self._rows("SELECT token, part_size FROM uploads WHERE save_id=? AND key=?", key)
-        return (Upload(key, str(rows[0][0])), int(str(rows[0][1]))) if rows else None
+        return (Upload(key, rows[0][0]), rows[0][1]) if rows else None
 
     def begin(self, key: str, upload: Upload, part_size: int) -> None:
         """Remember a new upload; forgets parts of an earlier one."""
@@ -183,10 +198,10 @@ class JournalLog:
 
     def parts(self, key: str) -> list[Part]:
         """Parts that were stored, by number."""
-        rows = self._journal._db.execute(
+        rows = self._rows(
             "SELECT number, size, crc32c, token FROM parts WHERE save_id=? AND key=? "
             "ORDER BY number",
-            (self._save_id, key),
+            key,
         )
         return [Part(*row) for row in rows]
 
@@ -214,7 +229,7 @@ class JournalLog:
     def stored(self, key: str) -> str | None:
         """Version of the object that was verified, or None."""
         rows = self._rows("SELECT version FROM stored WHERE save_id=? AND key=?", key)
-        return str(rows[0][0]) if rows else None
+        return rows[0][0] if rows else None
 
     def add_stored(self, key: str, version: str) -> None:
         """Remember a verified object; its upload is over."""

@@ -47,7 +47,7 @@ class Reporter:
         try:
             self._volume.write_save_status(status)
         except OSError as error:
-            self._failures.error("status", "status.unwritable", error=str(error))
+            self._unwritable(error)
 
     def forget(self, save_id: str) -> None:
         """A save is gone from this volume; its last status stays for a while."""
@@ -62,7 +62,7 @@ class Reporter:
             try:
                 self._volume.fs.unlink(f"{self._volume.status}/{name}")
             except OSError as error:
-                self._failures.error("status", "status.unwritable", error=str(error))
+                self._unwritable(error)
 
     def error(self, text: str) -> None:
         """Remember the last error for the heartbeat; empty text says that all is well."""
@@ -93,4 +93,9 @@ class Reporter:
             )
             self._volume.write_sidecar_status(status)
         except OSError as error:
-            self._failures.error("status", "status.unwritable", error=str(error))
+            self._unwritable(error)
+
+    def _unwritable(self, error: OSError) -> None:
+        """Say it once: names of temporary files would make every time look like another fault."""
+        sentence = f"{self._volume.status} cannot be written: {error.strerror}"
+        self._failures.error("status", "status.unwritable", error=sentence, uid=os.geteuid())

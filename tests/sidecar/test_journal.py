@@ -1,0 +1,108 @@
+"""The agent's memory is a cache: damaged, full or gone, it costs work and nothing else."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from ds_ckpt_sidecar.journal import Journal
+from ds_ckpt_store.stores.port import Part, Upload
+
+SAVE = "018bcfe56800-0000000000000001"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "journal.db")
+
+
+def filled(path: str) -> None:
+    journal = Journal(path)
+    for number in range(300):
+        journal.set_state(f"{number:012x}-{number:016x}", "uploading", "x" * 50)
+    log = journal.log(SAVE)
+    log.begin("k", Upload("k", "token"), 5)
+    log.add_part("k", Part(1, 5, 0xFFFFFFFF, "etag"))
+    log.add_stored("other", "v1")
+    journal.close()
+
+
+def test_what_was_written_is_there_after_a_restart(path: str) -> None:
+    filled(path)
+    journal = Journal(path)
+    assert len(journal.save_ids()) == 300
+    log = journal.log(SAVE)
+    assert log.upload("k") == (Upload("k", "token"), 5)
+    assert log.parts("k") == [Part(1, 5, 0xFFFFFFFF, "etag")]
+    assert log.stored("other") == "v1"
+    log.add_stored("k", "v2")
+    assert (log.upload("k"), log.parts("k")) == (None, [])
+    journal.forget(SAVE)
+    assert log.stored("k") is None
+    journal.close()
+
+
+@pytest.mark.parametrize("data", [b"", b"not a database at all" * 100, b"SQLite format 3\x00"])
+def test_a_journal_that_is_no_database_is_begun_anew(path: str, data: bytes) -> None:
+    Path(path).write_bytes(data)
+    warnings: list[str] = []
+    journal = Journal(path, warnings.append)
+    journal.set_state(SAVE, "stored")
+    journal.close()
+    assert bool(warnings) == bool(data)
+    again = Journal(path)
+    entry = again.entry(SAVE)
+    assert entry is not None
+    assert entry.state == "stored"
+    again.close()
+
+
+def test_a_journal_that_is_damaged_in_its_middle_is_begun_anew(path: str) -> None:
+    filled(path)
+    data = bytearray(Path(path).read_bytes())
+    assert len(data) > 3 * 4096
+    data[4096:] = b"\xa5" * (len(data) - 4096)  # all but the page that is read at opening
+    Path(path).write_bytes(data)
+    warnings: list[str] = []
+    journal = Journal(path, warnings.append)
+    assert journal.entry(SAVE) is None
+    assert journal.save_ids() == []
+    assert journal.uploads(SAVE) == []
+    assert journal.log(SAVE).parts("k") == []
+    journal.set_state(SAVE, "stored")
+    assert journal.entry(SAVE) is not None
+    journal.close()
+    assert "nothing is lost" in warnings[0]
+
+
+def test_a_journal_of_a_newer_version_is_set_aside(path: str) -> None:
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA user_version=99")
+    database.close()
+    warnings: list[str] = []
+    Journal(path, warnings.append).close()
+    assert "newer" in warnings[0]
+    assert Path(f"{path}.damaged").exists()
+
+
+def test_a_folder_that_is_not_there_leaves_the_memory(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    journal = Journal(str(tmp_path / "no/such/journal.db"), warnings.append)
+    journal.set_state(SAVE, "stored")
+    assert journal.entry(SAVE) is not None
+    assert not journal.durable
+    assert "in memory" in warnings[0]
+    journal.close()
+
+
+def test_a_state_that_we_do_not_know_is_no_state(path: str) -> None:
+    Journal(path).close()
+    database = sqlite3.connect(path)
+    database.execute("INSERT INTO saves VALUES (?, 'dancing', '')", (SAVE,))
+    database.commit()
+    database.close()
+    journal = Journal(path)
+    assert journal.entry(SAVE) is None
+    journal.close()
