@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.filesystem import FileStat
@@ -157,14 +157,13 @@ class LocalFiles:
         """
         shards = [*manifest.shards, *manifest.replicas]
         aside = f"{names.VOLUME_DIR}/aside/{manifest.save_id}/{manifest.tag}"
-        expected = [(f"{aside}/{shard.path}", shard) for shard in shards]
-        if not links_only:
-            expected += [
-                (self._own_path(manifest, shard, companion=False), shard) for shard in shards
-            ]
+        own = [(self._own_path(manifest, shard, companion=False), shard) for shard in shards]
+        expected = [(f"{aside}/{shard.path}", shard) for shard in shards] + own
         top = "" if manifest.root == "." else manifest.root
-        self._remove_files(manifest.save_id, expected, top)
+        left = {path for path, _ in own} if links_only else set()
+        # Links first: on a full disk their folders give back the blocks that a trash folder needs.
         self._volume.fs.remove_tree(self._volume.link_folder(manifest.save_id))
+        self._remove_files(manifest.save_id, expected, top, left)
 
     def remove_restored(self, restored: Restored) -> bool:
         """Remove the checkpoint that the volume was restored from; False if ``latest`` names it.
@@ -178,15 +177,24 @@ class LocalFiles:
         return True
 
     def _remove_files(
-        self, save_id: str, expected: Sequence[tuple[str, Shard | RestoredFile]], top: str
+        self,
+        save_id: str,
+        expected: Sequence[tuple[str, Shard | RestoredFile]],
+        top: str,
+        left: Collection[str] = (),
     ) -> None:
-        """Remove files that are still as expected, and folders below ``top`` that this empties."""
+        """Remove files that are still as expected, and folders below ``top`` that this empties.
+
+        Those in ``left`` stay, unless a removal that was killed had taken them already.
+        """
         fs = self._volume.fs
         trash = f"{self._volume.trash}/{save_id}"
         fs.make_folder(trash)
         for number, (path, entry) in enumerate(expected):
             taken = f"{trash}/{number}"
             if fs.stat(taken) is None:
+                if path in left:
+                    continue
                 with contextlib.suppress(ManifestError, FileNotFoundError, NotADirectoryError):
                     state = fs.stat_beneath(self._volume.path, path)
                     if state is None or not _is_same(state, entry):

@@ -145,6 +145,17 @@ def share_clients() -> None:
     boto3.session.Session = lambda: session  # type: ignore[assignment, misc]
 
 
+def watch_requests(fate: Fate) -> None:
+    """Die in a call of an S3 before any of the requests that it sends."""
+    import boto3.session
+
+    def before_send(**_: Any) -> None:
+        if fate.change():
+            die()
+
+    boto3.session.Session().events.register("before-send.s3", before_send)
+
+
 class DyingFilesystem(Filesystem):
     """A filesystem whose changes are calls. Reading changes nothing, so it is not counted."""
 

@@ -13,6 +13,7 @@ from tests.sidecar.crashes.dying import (
     DyingStore,
     Fate,
     share_clients,
+    watch_requests,
     watch_system_calls,
 )
 
@@ -36,7 +37,9 @@ class AgentCampaign:
         return scene.build(f"{folder}/volume", url)
 
     def _live_or_die(self, here: scene.Scene, fate: Fate) -> None:
-        if not self.remote:
+        if self.remote:
+            watch_requests(fate)
+        else:
             watch_system_calls(fate)
         for seed in (1, 2):
             code, log = scene.run_agent(
