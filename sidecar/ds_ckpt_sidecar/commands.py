@@ -6,11 +6,12 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -40,6 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+StatusT = TypeVar("StatusT")
 Url = Annotated[str, typer.Argument(help="s3://bucket/prefix or file:///folder", metavar="URL")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Streams = Annotated[int, typer.Option(min=1, max=256, help="Ranges in flight at most.")]
@@ -78,7 +80,7 @@ def _errors() -> Iterator[None]:
         typer.echo(f"ds-ckpt: {error}", err=True)
         raise typer.Exit(1) from None
     except OSError as error:
-        typer.echo(f"ds-ckpt: {error.filename or ''}: {error.strerror}", err=True)
+        typer.echo(f"ds-ckpt: {error}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.echo("ds-ckpt: interrupted; run it again to continue", err=True)
@@ -392,7 +394,7 @@ def status(
             raise InputError(f"the volume {volume} does not exist")
         place = Volume(volume)
         saves = list(_save_statuses(place))
-        sidecar, trainer = place.sidecar_status(), place.trainer_status()
+        sidecar, trainer = _if_readable(place.sidecar_status), _if_readable(place.trainer_status)
         if as_json:
             render.emit_json(
                 {
@@ -406,13 +408,21 @@ def status(
             render.print_status(sidecar, trainer, saves, SystemClock().time())
 
 
+def _if_readable(read: Callable[[], StatusT | None]) -> StatusT | None:
+    """A status file that is not what it should be is said, and hides nothing else."""
+    try:
+        return read()
+    except InputError as error:
+        typer.echo(f"ds-ckpt: warning: left out: {error}", err=True)
+        return None
+
+
 def _save_statuses(volume: Volume) -> Iterator[SaveStatus]:
     for name in volume.fs.names(volume.status):
         if name.endswith(".json") and name not in ("sidecar.json", "trainer.json"):
-            with contextlib.suppress(InputError):
-                found = volume.save_status(name[: -len(".json")])
-                if found is not None:
-                    yield found
+            found = _if_readable(partial(volume.save_status, name[: -len(".json")]))
+            if found is not None:
+                yield found
 
 
 @app.command()

@@ -31,6 +31,11 @@ def emit_json(document: Any) -> None:
     sys.stdout.write("\n")
 
 
+def _console() -> Console:
+    """Standard output; tags and paths are printed as they are, whatever they look like."""
+    return Console(markup=False, emoji=False, highlight=False)
+
+
 def moment(milliseconds: int) -> str:
     """A save time for people: UTC, whole seconds."""
     time = datetime.datetime.fromtimestamp(milliseconds / 1000, datetime.timezone.utc)
@@ -82,12 +87,12 @@ def print_records(records: list[Record], latest: str | None) -> None:
             record.kind,
             ", ".join(marks),
         )
-    Console().print(table)
+    _console().print(table)
 
 
 def print_record(record: Record, *, latest: bool) -> None:
     """``show``: everything about one checkpoint."""
-    console = Console()
+    console = _console()
     facts = Table(box=None, show_header=False, pad_edge=False)
     for name, value in summary(record, latest=latest).items():
         if name == "time_ms":
@@ -120,7 +125,7 @@ def print_status(
     now: float,
 ) -> None:
     """``status``: what sidecar and trainer last said on the volume."""
-    console = Console()
+    console = _console()
     if sidecar is None:
         console.print("sidecar   never seen on this volume")
     else:
@@ -133,18 +138,17 @@ def print_status(
         newest = sidecar.newest_committed_tag or "none yet"
         console.print(f"durable   {newest}")
         if sidecar.last_error:
-            console.print(f"error     {sidecar.last_error}", style="red", markup=False)
+            console.print(f"error     {sidecar.last_error}", style="red")
     if trainer is None:
         console.print("trainer   never seen on this volume")
     else:
         state = "finished" if trainer.finished else "running"
         console.print(
             f"trainer   {state}, run {trainer.run_id!r}, step {trainer.step}, "
-            f"seen {now - trainer.time:.0f} s ago",
-            markup=False,
+            f"seen {now - trainer.time:.0f} s ago"
         )
         if trainer.error:
-            console.print(f"error     {trainer.error}", style="red", markup=False)
+            console.print(f"error     {trainer.error}", style="red")
     if saves:
         table = Table(box=None, pad_edge=False)
         for name in ("TAG", "STATE", "DONE", "SINCE", "REASON"):
@@ -162,7 +166,7 @@ def print_status(
 
 def show(table: Table) -> None:
     """A table on standard output."""
-    Console().print(table)
+    _console().print(table)
 
 
 Advance = Callable[[int], None]

@@ -38,7 +38,7 @@ from ds_ckpt_store.contract.manifest import (
     TrainerStatus,
     parse,
 )
-from ds_ckpt_store.errors import ManifestError, SettingsError
+from ds_ckpt_store.errors import ManifestError, SettingsError, UnknownSchemaError
 
 
 class Volume:
@@ -99,6 +99,8 @@ class Volume:
             return parse(kind, self.fs.read(path, MAX_DOCUMENT_BYTES))
         except FileNotFoundError:
             return None
+        except (ManifestError, UnknownSchemaError) as error:
+            raise type(error)(f"{path}: {error}") from None
 
     # ---- hand-off
 

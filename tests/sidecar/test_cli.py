@@ -1,0 +1,336 @@
+"""The command line: what it prints, and exit codes 0 done, 1 it failed, 2 wrong use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from ds_ckpt_sidecar.commands import app
+from tests.sidecar.handoff import Trainer
+from tests.sidecar.world import contents
+
+
+@pytest.fixture(autouse=True)
+def no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("DS_CKPT_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(*arguments: str, **environ: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env=environ)
+
+
+def as_json(*arguments: str) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+class Filled:
+    """A file:// store that an agent has filled through the command line."""
+
+    def __init__(self, folder: Path) -> None:
+        self.trainer = Trainer(folder / "volume", seed=1)
+        self.store = folder / "store"
+        self.url = self.store.as_uri()
+        self.manifests = {}
+        for step, tag in enumerate(("step1", "a/ü 1%", "step3")):
+            self.manifests[tag] = self.trainer.save(
+                tag, {"mp_rank_00_model_states.pt": 1000, "zero.pt": 50}, step=step, pin=step == 0
+            )
+        result = run("agent", *self.agent("--once"))
+        assert result.exit_code == 0, result.output
+
+    def agent(self, *more: str) -> list[str]:
+        return ["--volume", self.trainer.volume.path, "--destination", self.url, *more]
+
+    def object(self, tag: str, path: str) -> Path:
+        return self.store / self.manifests[tag].folder / path
+
+    def flip(self, tag: str) -> str:
+        path = self.object(tag, "zero.pt")
+        data = bytearray(path.read_bytes())
+        data[7] ^= 1
+        path.write_bytes(data)
+        return f"{self.manifests[tag].folder}/zero.pt"
+
+
+@pytest.fixture
+def filled(tmp_path: Path) -> Filled:
+    return Filled(tmp_path)
+
+
+# ---- ls, show
+
+
+def test_ls_names_every_checkpoint_and_which_is_latest(filled: Filled) -> None:
+    document = as_json("ls", filled.url)
+    assert [entry["tag"] for entry in document["checkpoints"]] == ["step1", "a/ü 1%", "step3"]
+    assert [entry["latest"] for entry in document["checkpoints"]] == [False, False, True]
+    assert document["checkpoints"][0]["pin"]
+    assert document["checkpoints"][0]["bytes"] == 1050
+    assert document["damaged"] == {}
+    table = run("ls", filled.url + "/")
+    assert table.exit_code == 0
+    for word in ("step1", "a/ü 1%", "step3", "latest", "pinned"):
+        assert word in table.stdout
+
+
+def test_a_tag_that_looks_like_markup_is_printed_as_it_is(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "volume", seed=1)
+    trainer.save("[red]x[/]", {"[bold].pt": 10})
+    url = (tmp_path / "store").as_uri()
+    assert (
+        run("agent", "--volume", trainer.volume.path, "--destination", url, "--once").exit_code == 0
+    )
+    for arguments in (("ls", url), ("show", url, "[red]x[/]"), ("verify", url)):
+        result = run(*arguments)
+        assert result.exit_code == 0, result.output
+        assert "[red]x[/]" in result.stdout
+    assert "[bold].pt" in run("show", url, "[red]x[/]").stdout
+    assert "[red]x[/]" in run("status", "--volume", trainer.volume.path).stdout
+
+
+def test_ls_of_an_empty_prefix_says_so(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = run("ls", (tmp_path / "empty").as_uri())
+    assert result.exit_code == 0
+    assert "no committed checkpoint" in result.stderr
+    assert as_json("ls", (tmp_path / "empty").as_uri())["checkpoints"] == []
+
+
+def test_ls_leaves_a_damaged_record_out_and_names_it(filled: Filled) -> None:
+    record = filled.store / f".ds_ckpt/checkpoints/{filled.manifests['step1'].save_id}.json"
+    record.write_bytes(b"garbage")
+    result = run("ls", filled.url)
+    assert result.exit_code == 0
+    assert record.name in result.stderr
+    assert "step3" in result.stdout
+    assert "step1" not in result.stdout
+    assert len(as_json("ls", filled.url)["damaged"]) == 1
+
+
+def test_show_names_every_file_with_its_checksum(filled: Filled) -> None:
+    document = as_json("show", filled.url, "a/ü 1%")
+    shards = {shard.path: shard.crc32c for shard in filled.manifests["a/ü 1%"].shards}
+    assert {entry["path"]: entry["crc32c"] for entry in document["files"]} == shards
+    text = run("show", filled.url, "a/ü 1%").stdout
+    assert all(crc in text for crc in shards.values())
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_an_unknown_tag_is_answered_with_the_known_ones(filled: Filled, command: str) -> None:
+    result = run(command, filled.url, "step2")
+    assert result.exit_code == 1
+    assert "'step2'" in result.stderr
+    assert "step1, step3" in result.stderr
+
+
+# ---- verify
+
+
+def test_verify_reads_everything(filled: Filled) -> None:
+    assert as_json("verify", filled.url)["objects"] == 2
+    document = as_json("verify", filled.url, "--all")
+    assert (document["objects"], document["bytes"], document["damaged"]) == (6, 3150, {})
+
+
+def test_verify_names_a_flipped_byte_and_a_missing_object(filled: Filled) -> None:
+    flipped = filled.flip("step1")
+    filled.object("a/ü 1%", "zero.pt").unlink()
+    assert run("verify", filled.url).exit_code == 0, "the newest is whole"
+    result = run("verify", filled.url, "--all")
+    assert result.exit_code == 1
+    assert f"{flipped}: has CRC32C" in result.stderr
+    assert "is missing" in result.stderr
+    one = run("verify", filled.url, "step1", "--json")
+    assert one.exit_code == 1
+    assert list(json.loads(one.stdout)["damaged"]) == [flipped]
+
+
+def test_a_tag_and_all_are_not_both_given(filled: Filled) -> None:
+    assert run("verify", filled.url, "step1", "--all").exit_code == 2
+
+
+# ---- restore
+
+
+def test_restore_brings_the_newest_back(filled: Filled, tmp_path: Path) -> None:
+    before = contents(Path(filled.trainer.folder(filled.manifests["step3"])))
+    document = as_json("restore", "--from", filled.url, "--to", str(tmp_path / "new"))
+    assert (document["tag"], document["fetched_bytes"]) == ("step3", 1050)
+    assert contents(tmp_path / "new/step3") == before
+    assert (tmp_path / "new/latest").read_text() == "step3"
+    again = as_json("restore", "--from", filled.url, "--to", str(tmp_path / "new"))
+    assert (again["fetched_bytes"], again["set_aside"]) == (0, "")
+
+
+def test_restore_takes_a_tag_or_a_save(filled: Filled, tmp_path: Path) -> None:
+    to = str(tmp_path / "new")
+    assert run("restore", "--from", filled.url, "--to", to, "--tag", "a/ü 1%").exit_code == 0
+    assert (tmp_path / "new/latest").read_text() == "a/ü 1%"
+    save_id = filled.manifests["step1"].save_id
+    assert run("restore", "--from", filled.url, "--to", to, "--save", save_id).exit_code == 0
+    assert (tmp_path / "new/latest").read_text() == "step1"
+
+
+def test_restore_of_a_damaged_checkpoint_names_the_object(filled: Filled, tmp_path: Path) -> None:
+    key = filled.flip("step3")
+    result = run("restore", "--from", filled.url, "--to", str(tmp_path / "new"))
+    assert result.exit_code == 1
+    assert key in result.stderr
+    assert contents(tmp_path / "new") == {}
+
+
+def test_restore_of_nothing_says_what_there_is(filled: Filled, tmp_path: Path) -> None:
+    to = str(tmp_path / "new")
+    result = run("restore", "--from", filled.url, "--to", to, "--tag", "nope")
+    assert result.exit_code == 1
+    assert "committed tags: a/ü 1%, step1, step3" in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_restore_to_nowhere_is_wrong_use(filled: Filled, tmp_path: Path) -> None:
+    result = run("restore", "--from", filled.url, "--to", str(tmp_path / "no/such"))
+    assert result.exit_code == 2
+    assert "does not exist" in result.stderr
+
+
+# ---- status
+
+
+def test_status_shows_sidecar_trainer_and_saves(filled: Filled) -> None:
+    volume = filled.trainer.volume.path
+    filled.trainer.say()
+    document = as_json("status", "--volume", volume)
+    assert document["sidecar"]["state"] == "stopped"
+    assert document["sidecar"]["newest_committed_tag"] == "step3"
+    assert document["trainer"]["run_id"] == "run"
+    assert {save["tag"]: save["state"] for save in document["saves"]} == {
+        "step1": "cleaned",
+        "a/ü 1%": "cleaned",
+        "step3": "committed",
+    }
+    text = run("status", "--volume", volume).stdout
+    assert "step3" in text
+    assert "run 'run'" in text
+    assert run("status", DS_CKPT_VOLUME=volume).exit_code == 0
+
+
+def test_status_of_a_volume_that_nobody_used(tmp_path: Path) -> None:
+    result = run("status", "--volume", str(tmp_path))
+    assert result.exit_code == 0
+    assert "never seen" in result.stdout
+    missing = run("status", "--volume", str(tmp_path / "no"))
+    assert missing.exit_code == 2
+    assert "does not exist" in missing.stderr
+
+
+def test_status_files_that_are_garbage_are_said_and_hide_nothing_else(filled: Filled) -> None:
+    volume = filled.trainer.volume
+    for name in ("trainer.json", "sidecar.json"):
+        Path(volume.status, name).write_bytes(b"garbage")
+    result = run("status", "--volume", volume.path)
+    assert result.exit_code == 0
+    assert "step3" in result.stdout
+    assert "trainer.json" in result.stderr
+    assert "sidecar.json" in result.stderr
+
+
+# ---- wrong use
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("gopher://x", "unknown kind of store 'gopher'"),
+        ("no-url", "unknown kind of store"),
+        ("s3://", "bucket"),
+        ("file://host/x", "host"),
+        ("file:///x?y=1", "no query"),
+    ],
+)
+def test_a_wrong_url_is_wrong_use(tmp_path: Path, url: str, why: str) -> None:
+    volume = str(tmp_path)
+    for arguments in (
+        ["ls", url],
+        ["verify", url],
+        ["show", url, "t"],
+        ["restore", "--from", url, "--to", volume],
+        ["agent", "--volume", volume, "--destination", url, "--once"],
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2, arguments
+        assert why in result.stderr, arguments
+
+
+def test_what_the_agent_lacks_is_named_with_its_variable(tmp_path: Path) -> None:
+    result = run("agent")
+    assert result.exit_code == 2
+    for name in ("--volume", "DS_CKPT_VOLUME", "--destination", "DS_CKPT_DESTINATION"):
+        assert name in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("DS_CKPT_KEEP_LAST", "0"),
+        ("DS_CKPT_KEEP_LAST", "many"),
+        ("DS_CKPT_STREAMS", "0"),
+        ("DS_CKPT_PART_MIB", "1"),
+        ("DS_CKPT_ORDER", "sideways"),
+        ("DS_CKPT_DRAIN_SECONDS", "-1"),
+        ("DS_CKPT_RESCAN_SECONDS", "0"),
+        ("DS_CKPT_LOG_FORMAT", "xml"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_named(tmp_path: Path, variable: str, value: str) -> None:
+    volume = ["--volume", str(tmp_path), "--destination", tmp_path.as_uri()]
+    result = run("agent", *volume, **{variable: value})
+    assert result.exit_code == 2
+    assert variable in result.stderr
+
+
+def test_the_command_line_is_over_the_environment(filled: Filled) -> None:
+    result = run("agent", *filled.agent("--once", "--streams", "2"), DS_CKPT_STREAMS="0")
+    assert result.exit_code == 0
+
+
+def test_a_volume_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    result = run("agent", "--volume", str(tmp_path / "no"), "--destination", url, "--once")
+    assert result.exit_code == 2
+    assert "mount it, or make it" in result.stderr
+
+
+def test_a_destination_whose_parent_does_not_exist_is_named(tmp_path: Path) -> None:
+    result = run("ls", (tmp_path / "no/such/store").as_uri())
+    assert result.exit_code == 1
+    assert "no/such" in result.stderr
+
+
+def test_the_version_and_the_help_are_there() -> None:
+    assert run("--version").stdout.startswith("ds-ckpt ")
+    for command in ("agent", "restore", "ls", "show", "verify", "status", "demo"):
+        result = run(command, "--help")
+        assert result.exit_code == 0
+        assert command in result.stdout
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ds_ckpt_sidecar", "ls", "gopher://x"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("ds-ckpt: ")
