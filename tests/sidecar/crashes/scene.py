@@ -271,26 +271,27 @@ def check_rest(scene: Scene, store: Store, expected: Rest, scratch: str) -> None
     must(states == wanted, f"decisions are {states}, not {wanted}")
     must(catalog.latest_text() == newest.folder, f"I2: latest is {catalog.latest_text()!r}")
     _check_local(LocalFiles(Volume(scene.path)), newest)
-    found = look(scene, store)
+    check_as(look(scene, store), expected)
+    restore_anew(store, scratch)
+    check_restored(Volume(scratch), newest.tag, SAVES[-1][1])
+
+
+def check_as(found: Rest, expected: Rest) -> None:
+    """All lies as it does after a run that nobody disturbed."""
     for what in ("objects", "uploads", "files", "volume", "journal"):
         here, there = getattr(found, what), getattr(expected, what)
         if isinstance(here, frozenset):
             must(here == there, f"{what}: left over {here - there}, missing {there - here}")
         must(here == there, f"{what}: {here}, not {there}")
-    check_restore(store, newest, SAVES[-1][1], scratch)
 
 
-def check_restore(store: Store, newest: NodeManifest, files: Files, scratch: str) -> None:
-    """A restore to a new volume gives the bytes that were saved, and nothing else."""
-    restore = Restore(
-        store, Inline(), streams=1, clock=StillClock(2_000_000_000), rng=random.Random(1)
-    )
-    volume = Volume(scratch)
-    restore.run(volume)
-    check_restored(volume, newest.tag, files)
+def restore_anew(store: Store, path: str) -> None:
+    """Restore the newest checkpoint onto a new volume."""
+    clock = StillClock(2_000_000_000)
+    Restore(store, Inline(), streams=1, clock=clock, rng=random.Random(1)).run(Volume(path))
 
 
-def check_restored(volume: Volume, tag: str, files: Files) -> None:
+def check_restored(volume: Volume, tag: str, files: Files, companions: Files = COMPANIONS) -> None:
     """The volume holds a checkpoint whole and exact, and its ``latest`` names it."""
     must(_read(f"{volume.path}/latest") == tag.encode(), "latest on the volume names it")
     found = {
@@ -298,8 +299,7 @@ def check_restored(volume: Volume, tag: str, files: Files) -> None:
         for path, _ in volume.fs.walk(f"{volume.path}/{tag}")
     }
     _compare(found, files)
-    beside: Mapping[str, bytes | int] = COMPANIONS
-    for name, data in beside.items():
+    for name, data in companions.items():
         must(_read(f"{volume.path}/{name}") == data, f"{name} has other bytes")
 
 
