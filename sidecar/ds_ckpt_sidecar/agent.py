@@ -29,15 +29,20 @@ from ds_ckpt_store.errors import (
     CkptError,
     OwnershipError,
     PausedError,
+    SettingsError,
     StoreError,
     WeakStoreError,
 )
 from ds_ckpt_store.stores.port import Store
 from ds_ckpt_store.stores.probe import fit, probe
-from ds_ckpt_store.stores.retry import RetryStore
+from ds_ckpt_store.stores.retry import RetryPolicy, RetryStore
 from ds_ckpt_store.transfer.upload import Uploader
 
 ONCE_TRIES = 3
+_SHARED = (
+    "run trainer and agent as the same user, or give both a common group (fsGroup) and let the "
+    "group write (umask 0002)"
+)
 
 
 class Agent:
@@ -96,8 +101,14 @@ class Agent:
         Returns:
             Exit code: 0 done, 1 something is not stored.
         """
-        self._volume.prepare()
-        lock = self._lock(once)
+        try:
+            self._volume.prepare()
+            lock = self._lock(once)
+        except PermissionError as error:
+            raise SettingsError(
+                f"{error.filename}: {error.strerror}: the agent runs as uid {os.geteuid()}; "
+                f"{_SHARED}"
+            ) from None
         if lock is None:
             return 1 if once else 0
         stop_watching: Callable[[], None] = lambda: None  # noqa: E731
@@ -113,6 +124,7 @@ class Agent:
                 uid=os.geteuid(),
                 streams=self._settings.streams,
             )
+            self._say_unchangeable()
             self._clear_up()
             store = self._connect(once, node)
             if store is None:
@@ -182,6 +194,19 @@ class Agent:
             if once or self._wait(self._settings.rescan_seconds):
                 return None
 
+    def _say_unchangeable(self) -> None:
+        """Say at start what would else show only when the first save is to be removed."""
+        for path in self._volume.unchangeable():
+            state = self._volume.fs.stat(path)
+            self._log.warning(
+                "volume.not_writable",
+                path=path,
+                uid=os.geteuid(),
+                owner_uid=state.uid if state else None,
+                mode=f"{state.mode & 0o7777:04o}" if state else None,
+                reason=f"names in it cannot be made or removed; {_SHARED}",
+            )
+
     def _clear_up(self) -> None:
         """Remove what an agent that was killed has left on the volume."""
         try:
@@ -194,9 +219,11 @@ class Agent:
         """Learn what the store really does, until it answers; None if it should exit instead."""
         tries = 0
         while True:
+            # This loop is patient and says what is wrong; calls within it are to fail soon.
+            brief = RetryStore(self._store, self._clock, self._rng, policy=RetryPolicy(tries=3))
             retrying = RetryStore(self._store, self._clock, self._rng)
             try:
-                findings = probe(retrying, self._rng, node)
+                findings = probe(brief, self._rng, node)
                 fitted = fit(retrying, findings, allow_weak=self._settings.allow_weak_store)
             except (StoreError, WeakStoreError) as error:
                 tries += 1

@@ -78,6 +78,11 @@ class Volume:
         for folder in (self.outbox, self.pieces, self.links, self.status):
             self.fs.make_folder(folder)
 
+    def unchangeable(self) -> list[str]:
+        """Folders in which a sidecar must make or remove names, and this process may not."""
+        folders = (self.path, self.own, self.outbox, self.links, self.status)
+        return [path for path in folders if os.path.isdir(path) and not self.fs.may_change(path)]
+
     def node_id(self) -> str:
         """This volume's node id; whoever comes first makes it."""
         path = f"{self.own}/node.json"
