@@ -62,7 +62,7 @@ import time
 from ds_ckpt_store.stores.file import FileStore
 fast = FileStore.put_part
 def slow(self, *arguments):
-    time.sleep(0.3)
+    time.sleep(0.5)
     return fast(self, *arguments)
 FileStore.put_part = slow
 """

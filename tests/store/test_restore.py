@@ -153,7 +153,7 @@ def test_an_interrupted_restore_looks_like_nothing_and_continues(scene: Scene) -
     before = scene.fetched()
     result = scene.restore()
     assert scene.files() == {**{f"t/{path}": data for path, data in shards.items()}, "latest": b"t"}
-    assert 4 * MIB <= done
+    assert done >= 4 * MIB
     assert result.fetched_bytes <= 4 * MIB
     assert scene.fetched() - before == result.fetched_bytes // MIB
 
