@@ -29,6 +29,8 @@ class Campaign(Protocol):
     """What is to die, and how to see whether it did so well."""
 
     remote: bool
+    dies_elsewhere: str
+    """Calls whose subject holds this are left to another campaign; empty: none."""
 
     def rehearse(self, folder: str, fate: Fate, child: Callable[[Callable[[], None]], int]) -> None:
         """Run once in a child without dying, and learn what that leaves. ``fate`` counts there."""
@@ -121,8 +123,8 @@ def choose_remote(calls: list[Call], *, every: bool) -> list[Point]:
     Args:
         calls: of the rehearsal.
         every: each call dies once, before, in or after it, in turn; else one call of each kind on
-            each kind of object does, of those that only read every third, and the first of a kind
-            that writes dies in four of its ways.
+            each kind of object does, of those that only read every fourth, and the first of a
+            kind that writes dies before, in and after it.
     """
     points: list[Point] = []
     seen: set[tuple[str, str]] = set()
@@ -133,11 +135,11 @@ def choose_remote(calls: list[Call], *, every: bool) -> list[Point]:
         if every:
             points.append(Point(number, call.ways[number % len(call.ways)]))
         elif what not in seen:
-            ways = [call.ways[len(seen) % len(call.ways)]]
+            ways: list[int | None] = [call.ways[len(seen) % len(call.ways)]]
             if call.kind in _READS:
-                ways = ways if len(seen) % 3 == 0 else []
+                ways = ways if len(seen) % 4 == 0 else []
             elif call.kind not in {kind for kind, _ in seen}:
-                ways = call.ways[:: max(1, len(call.ways) // 4)]
+                ways = [call.ways[0], call.ways[len(call.ways) // 2], None]
             points += [Point(number, step) for step in ways]
         seen.add(what)
     return points
@@ -161,6 +163,8 @@ def main(make: Callable[[str], Campaign]) -> None:
     campaign = make(options.base)
     calls = rehearse(campaign, folder)
     points = choose_remote(calls, every=options.every) if campaign.remote else choose(calls)
+    if elsewhere := campaign.dies_elsewhere:
+        points = [point for point in points if elsewhere not in calls[point.number].subject]
     broken = []
     for number, point in enumerate(points[mine::of]):
         here = f"{folder}/{mine}-{number}"

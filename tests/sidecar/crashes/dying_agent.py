@@ -26,6 +26,8 @@ class AgentCampaign:
     The second start finds what the first has given up for long enough, and deletes it.
     """
 
+    dies_elsewhere = ""
+
     def __init__(self, base: str) -> None:
         self.remote = not base.startswith("file:")
         self._base = base

@@ -30,6 +30,7 @@ class NodesCampaign:
     """Two saves over two nodes, of which one dies; the other comes by before it starts again."""
 
     remote = False
+    dies_elsewhere = ".ds_ckpt/probe/"
 
     def __init__(self, base: str) -> None:
         self._mortal = {"first": 0, "second": 1}[base]

@@ -36,6 +36,7 @@ class RestoreCampaign:
     """A restore onto a volume that is empty, or ``occupied`` by another state of the same tag."""
 
     remote = False
+    dies_elsewhere = ""
 
     def __init__(self, base: str) -> None:
         self._occupied = base == "occupied"

@@ -20,5 +20,5 @@ PROGRAM = "tests.sidecar.crashes.dying_nodes"
 def test_one_dies_at_every_call(mortal: str, tmp_path: Path) -> None:
     points, kinds, broken = run_in_parallel(PROGRAM, mortal, str(tmp_path), {})
     assert not broken, "\n".join(broken)
-    assert points > 80
+    assert points > 60
     assert kinds >= {"fs.write_atomic", "journal.write", "store.get", "store.list", "store.put"}
