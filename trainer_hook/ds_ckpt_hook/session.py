@@ -259,7 +259,7 @@ def _hello(
         stamps = [entry.mtime_ns + 1 for found in restored for entry in found.files]
         younger_than_ns = max(now_ns - int(age * 1e9), *stamps, 0)
         hello = Hello(
-            node=volume.node_id(),
+            node=volume.node_id(durable=False),
             host=socket.gethostname(),
             newest_ms=max(newest_known_ms(volume), *(found.time_ms for found in restored), 0),
             now_ms=int(clock.time() * 1000),

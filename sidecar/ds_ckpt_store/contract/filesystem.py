@@ -265,16 +265,17 @@ class Filesystem:
         if durable:
             self.sync_folder(os.path.dirname(path))
 
-    def create_exclusive(self, path: str, data: bytes) -> bool:
+    def create_exclusive(self, path: str, data: bytes, *, durable: bool = True) -> bool:
         """Create a file whole, unless there is one; False if there was."""
-        temporary = self._temporary(path, data, durable=True)
+        temporary = self._temporary(path, data, durable=durable)
         try:
             os.link(temporary, path)
         except FileExistsError:
             return False
         finally:
             os.unlink(temporary)
-        self.sync_folder(os.path.dirname(path))
+        if durable:
+            self.sync_folder(os.path.dirname(path))
         return True
 
     @staticmethod
@@ -365,6 +366,15 @@ class Filesystem:
         for name in self.names(path):
             self.remove_tree(f"{path}/{name}")
         self.remove_folder(path)
+
+    def sync_file(self, path: str) -> None:
+        """fsync a file and the name that it has."""
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        self.sync_folder(os.path.dirname(path))
 
     def sync_folder(self, path: str) -> None:
         """fsync a folder, so that names in it survive a power loss."""

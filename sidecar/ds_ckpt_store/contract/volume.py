@@ -53,6 +53,7 @@ class Volume:
         self.path = os.path.abspath(path)
         self.fs = fs or Filesystem()
         self.own = f"{self.path}/{names.VOLUME_DIR}"
+        self._identity = f"{self.own}/node.json"
         self.outbox = f"{self.own}/outbox"
         self.pieces = f"{self.own}/pieces"
         self.links = f"{self.own}/links"
@@ -83,15 +84,21 @@ class Volume:
         folders = (self.path, self.own, self.outbox, self.links, self.status)
         return [path for path in folders if os.path.isdir(path) and not self.fs.may_change(path)]
 
-    def node_id(self) -> str:
-        """This volume's node id; whoever comes first makes it."""
-        path = f"{self.own}/node.json"
+    def node_id(self, *, durable: bool = True) -> str:
+        """This volume's node id; whoever comes first makes it.
+
+        Args:
+            durable: False leaves the sync to :meth:`publish`. On the training thread it could take
+                as long as writing back the whole checkpoint that was just saved.
+        """
+        path = self._identity
         while True:
             found = self.read(path, NodeIdentity)
             if found is not None:
                 return found.node
             self.fs.make_folder(self.own)
-            self.fs.create_exclusive(path, NodeIdentity(node=uuid.uuid4().hex).to_bytes())
+            identity = NodeIdentity(node=uuid.uuid4().hex)
+            self.fs.create_exclusive(path, identity.to_bytes(), durable=durable)
 
     def read(self, path: str, kind: type[DocumentT]) -> DocumentT | None:
         """One document, or None if there is none.
@@ -112,6 +119,7 @@ class Volume:
     def publish(self, manifest: NodeManifest) -> None:
         """Make a completed node manifest appear in the outbox, whole and durable."""
         self.fs.make_folder(self.outbox)
+        self.fs.sync_file(self._identity)  # a manifest is worth nothing without its node
         self.fs.write_atomic(f"{self.outbox}/{manifest.file_name}", manifest.to_bytes())
 
     def manifests(self) -> list[str]:
