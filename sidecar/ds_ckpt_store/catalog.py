@@ -26,7 +26,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.clock import fresh_token
@@ -37,6 +37,7 @@ from ds_ckpt_store.contract.manifest import (
     Identifier,
     Natural,
     NodeManifest,
+    RelativePath,
     SaveInfo,
     parse,
 )
@@ -82,20 +83,12 @@ class StoredFile(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    path: str
+    path: RelativePath
     size: Natural
     crc32c: Crc
     node: str
     rank: Natural = 0
     sha256: str | None = None
-
-    @field_validator("path")
-    @classmethod
-    def _stays_inside(cls, path: str) -> str:
-        try:
-            return names.check_relative_path(path)
-        except ManifestError as error:
-            raise ValueError(str(error)) from None
 
 
 Files = Annotated[list[StoredFile], Field(max_length=10 * MAX_SHARDS)]

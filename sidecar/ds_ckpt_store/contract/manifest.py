@@ -10,17 +10,52 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from ds_ckpt_store.contract import names
-from ds_ckpt_store.errors import ManifestError, TagError, UnknownSchemaError
+from ds_ckpt_store.errors import InputError, ManifestError, UnknownSchemaError
 
 SCHEMA = 1
 MAX_DOCUMENT_BYTES = 32 << 20
 MAX_SHARDS = 100_000
 
+
+def _stated(check: Callable[[str], str]) -> AfterValidator:
+    """A rule of :mod:`names` as pydantic takes it."""
+
+    def validate(value: str) -> str:
+        try:
+            return check(value)
+        except InputError as error:
+            raise ValueError(str(error)) from None
+
+    return AfterValidator(validate)
+
+
+def _formed(is_formed: Callable[[str], bool], what: str) -> AfterValidator:
+    def validate(value: str) -> str:
+        if not is_formed(value):
+            raise ValueError(f"{value!r} is not {what}")
+        return value
+
+    return AfterValidator(validate)
+
+
+RelativePath = Annotated[str, _stated(names.check_relative_path)]
+Tag = Annotated[str, _stated(names.check_tag)]
+SaveId = Annotated[str, _formed(names.is_save_id, "a save id")]
+NodeId = Annotated[str, _formed(names.is_node_id, "a node id")]
 Crc = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -95,7 +130,7 @@ class Shard(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    path: str
+    path: RelativePath
     size: Natural
     crc32c: Crc
     device: Natural
@@ -104,58 +139,28 @@ class Shard(BaseModel):
     rank: Natural
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
 
-    @field_validator("path")
-    @classmethod
-    def _stays_inside(cls, path: str) -> str:
-        try:
-            return names.check_relative_path(path)
-        except ManifestError as error:
-            raise ValueError(str(error)) from None
-
 
 class SaveInfo(Document):
     """What is known of a save as a whole; the same on every node."""
 
     run_id: Identifier
     attempt: Identifier
-    save_id: str
-    tag: str
+    save_id: SaveId
+    tag: Tag
     time_ms: Natural
     step: Natural | None = None
     kind: Identifier = "checkpoint"
     metrics: dict[Identifier, float | None] = Field(default_factory=dict, max_length=256)
     pin: bool = False
-    parent: str | None = None
+    parent: SaveId | None = None
     world_size: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
-    nodes: Annotated[list[str], Field(min_length=1, max_length=MAX_SHARDS)]
-
-    @field_validator("save_id")
-    @classmethod
-    def _is_save_id(cls, value: str) -> str:
-        if not names.is_save_id(value):
-            raise ValueError(f"{value!r} is not a save id")
-        return value
-
-    @field_validator("parent")
-    @classmethod
-    def _parent_is_save_id(cls, value: str | None) -> str | None:
-        if value is not None and not names.is_save_id(value):
-            raise ValueError(f"{value!r} is not a save id")
-        return value
-
-    @field_validator("tag")
-    @classmethod
-    def _is_tag(cls, value: str) -> str:
-        try:
-            return names.check_tag(value)
-        except TagError as error:
-            raise ValueError(str(error)) from None
+    nodes: Annotated[list[NodeId], Field(min_length=1, max_length=MAX_SHARDS)]
 
     @field_validator("nodes")
     @classmethod
-    def _are_node_ids(cls, value: list[str]) -> list[str]:
-        if len(set(value)) != len(value) or not all(names.is_node_id(node) for node in value):
-            raise ValueError("nodes must be distinct node ids")
+    def _are_distinct(cls, value: list[str]) -> list[str]:
+        if len(set(value)) != len(value):
+            raise ValueError("a node is listed twice")
         return sorted(value)
 
     @field_validator("metrics")
@@ -184,7 +189,7 @@ class NodeManifest(SaveInfo):
         destination: where the trainer asked to upload to, or None for the sidecar's own setting.
     """
 
-    node: str
+    node: NodeId
     root: str = "."
     ranks: Annotated[list[Natural], Field(max_length=MAX_SHARDS)] = []
     protection: Protection = "hardlink"
@@ -197,8 +202,6 @@ class NodeManifest(SaveInfo):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> NodeManifest:
-        if not names.is_node_id(self.node):
-            raise ValueError(f"{self.node!r} is not a node id")
         if self.root != ".":
             names.check_relative_path(self.root)
         for what, entries in (("shard", [*self.shards, *self.replicas]), ("file", self.companions)):
@@ -228,14 +231,7 @@ class NodeManifest(SaveInfo):
 class NodeIdentity(Document):
     """``node.json``: the id of one shared volume, made once."""
 
-    node: str
-
-    @field_validator("node")
-    @classmethod
-    def _is_node_id(cls, value: str) -> str:
-        if not names.is_node_id(value):
-            raise ValueError(f"{value!r} is not a node id")
-        return value
+    node: NodeId
 
 
 class TrainerStatus(Document):
