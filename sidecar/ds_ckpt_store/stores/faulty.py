@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import BinaryIO, Literal, TypeVar
 
 from ds_ckpt_store.errors import AmbiguousError, StoreError, TransientError
+from ds_ckpt_store.stores.forwarding import Forwarding
 from ds_ckpt_store.stores.port import (
     BytesSource,
-    Capabilities,
     Condition,
     ObjectInfo,
     Part,
@@ -110,7 +110,7 @@ def _body(source: Source) -> bytes:
         return b"".join(iter(lambda: bytes(reader.read(1 << 20)), b""))
 
 
-class FaultyStore:
+class FaultyStore(Forwarding):
     """A store with scripted faults.
 
     Args:
@@ -119,7 +119,7 @@ class FaultyStore:
     """
 
     def __init__(self, store: Store, script: Iterable[Rule] = ()) -> None:
-        self.store = store
+        super().__init__(store)
         self.script = list(script)
         self.calls: list[Call] = []
         self._late: list[Callable[[], object]] = []
@@ -177,25 +177,6 @@ class FaultyStore:
         return source
 
     # ---- the port
-
-    @property
-    def url(self) -> str:
-        """Of the store underneath."""
-        return self.store.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Of the store underneath."""
-        return self.store.capabilities
-
-    @property
-    def proof(self) -> Proof:
-        """Of the store underneath."""
-        return self.store.proof
-
-    def use_proof(self, proof: Proof) -> None:
-        """Passed on."""
-        self.store.use_proof(proof)
 
     def refuses_corruption(self, proof: Proof, key: str) -> bool:
         """Passed on."""
@@ -278,7 +259,3 @@ class FaultyStore:
         """Passed on, unless struck."""
         rule = self._strike("uploads", prefix)
         return self._run("uploads", prefix, rule, lambda: self.store.uploads(prefix))
-
-    def close(self) -> None:
-        """Passed on."""
-        self.store.close()

@@ -23,8 +23,8 @@ import tenacity
 
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.errors import AmbiguousError, ThrottledError, TransientError
+from ds_ckpt_store.stores.forwarding import Forwarding
 from ds_ckpt_store.stores.port import (
-    Capabilities,
     Condition,
     ObjectInfo,
     Part,
@@ -75,7 +75,7 @@ class Retry:
     wait: float
 
 
-class RetryStore:
+class RetryStore(Forwarding):
     """A store that tries again.
 
     Args:
@@ -95,50 +95,25 @@ class RetryStore:
         policy: RetryPolicy | None = None,
         on_retry: Callable[[Retry], None] | None = None,
     ) -> None:
-        self._store = store
+        super().__init__(store)
         self._clock = clock
         self._rng = rng
         self._policy = policy or RetryPolicy()
         self._on_retry = on_retry
 
-    # ---- passed on
-
-    @property
-    def url(self) -> str:
-        """Of the store within."""
-        return self._store.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Of the store within."""
-        return self._store.capabilities
-
-    @property
-    def proof(self) -> Proof:
-        """Of the store within."""
-        return self._store.proof
-
-    def use_proof(self, proof: Proof) -> None:
-        """Passed on."""
-        self._store.use_proof(proof)
-
-    def close(self) -> None:
-        """Passed on."""
-        self._store.close()
-
     # ---- may always be repeated
 
     def refuses_corruption(self, proof: Proof, key: str) -> bool:
         """Repeated as a whole."""
-        return self._retry(lambda: self._store.refuses_corruption(proof, key))
+        return self._retry(lambda: self.store.refuses_corruption(proof, key))
 
     def get(self, key: str) -> tuple[bytes, ObjectInfo]:
         """Repeated."""
-        return self._retry(lambda: self._store.get(key))
+        return self._retry(lambda: self.store.get(key))
 
     def head(self, key: str) -> ObjectInfo:
         """Repeated."""
-        return self._retry(lambda: self._store.head(key))
+        return self._retry(lambda: self.store.head(key))
 
     def read(self, key: str, offset: int, length: int, sink: Sink) -> None:
         """Continued at the byte where it broke; the count of tries starts anew with progress."""
@@ -153,7 +128,7 @@ class RetryStore:
         def attempt() -> bool:
             before = done
             try:
-                self._store.read(key, offset + done, length - done, counting)
+                self.store.read(key, offset + done, length - done, counting)
             except TransientError:
                 if done == before:
                     raise
@@ -172,7 +147,7 @@ class RetryStore:
             nonlocal source
             found = []
             try:
-                source = self._store.list(prefix) if source is None else source
+                source = self.store.list(prefix) if source is None else source
                 for info in source:
                     if last is None or info.key.encode() > last:
                         found.append(info)
@@ -190,40 +165,40 @@ class RetryStore:
 
     def uploads(self, prefix: str) -> Iterator[Upload]:
         """Taken whole, because uploads come in no order that could be continued."""
-        yield from self._retry(lambda: tuple(self._store.uploads(prefix)))
+        yield from self._retry(lambda: tuple(self.store.uploads(prefix)))
 
     def delete(self, key: str) -> None:
         """Repeated."""
-        self._retry(lambda: self._store.delete(key))
+        self._retry(lambda: self.store.delete(key))
 
     def begin(self, key: str, size: int, metadata: Mapping[str, str]) -> Upload:
         """Repeated; an upload whose answer was lost is found by :meth:`uploads` and collected."""
-        return self._retry(lambda: self._store.begin(key, size, metadata))
+        return self._retry(lambda: self.store.begin(key, size, metadata))
 
     def put_part(self, upload: Upload, number: int, source: Source) -> Part:
         """Repeated: a part sent again replaces itself."""
-        return self._retry(lambda: self._store.put_part(upload, number, source))
+        return self._retry(lambda: self.store.put_part(upload, number, source))
 
     def parts(self, upload: Upload) -> dict[int, tuple[int, str]]:
         """Repeated."""
-        return self._retry(lambda: self._store.parts(upload))
+        return self._retry(lambda: self.store.parts(upload))
 
     def abort(self, upload: Upload) -> None:
         """Repeated."""
-        self._retry(lambda: self._store.abort(upload))
+        self._retry(lambda: self.store.abort(upload))
 
     # ---- repeated only if the store did not apply them
 
     def put(self, key: str, source: Source, *, condition: Condition = None) -> ObjectInfo:
         """Repeated; with a condition, not after an answer that was lost."""
         return self._retry(
-            lambda: self._store.put(key, source, condition=condition),
+            lambda: self.store.put(key, source, condition=condition),
             ambiguous=condition is None,
         )
 
     def complete(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
         """Repeated, but not after an answer that was lost."""
-        return self._retry(lambda: self._store.complete(upload, parts), ambiguous=False)
+        return self._retry(lambda: self.store.complete(upload, parts), ambiguous=False)
 
     # ---- how
 

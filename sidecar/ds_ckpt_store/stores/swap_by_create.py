@@ -27,9 +27,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from ds_ckpt_store.errors import NotFoundError, PreconditionError, StoreError
+from ds_ckpt_store.stores.forwarding import Forwarding
 from ds_ckpt_store.stores.port import (
     BytesSource,
     Capabilities,
@@ -38,7 +39,6 @@ from ds_ckpt_store.stores.port import (
     IfVersion,
     ObjectInfo,
     Part,
-    Proof,
     Sink,
     Source,
     Store,
@@ -50,68 +50,21 @@ KEPT = 1000
 DIGITS = 12
 
 
-class SwapByCreate:
+class SwapByCreate(Forwarding):
     """A store with swap, made of one with conditional create.
 
     Args:
         store: a store that honours :class:`IfAbsent`.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    # ---- passed on
-
-    @property
-    def url(self) -> str:
-        """Of the store within."""
-        return self._store.url
-
     @property
     def capabilities(self) -> Capabilities:
         """Of the store within, and swap."""
-        return dataclasses.replace(self._store.capabilities, swap=True)
-
-    @property
-    def proof(self) -> Proof:
-        """Of the store within."""
-        return self._store.proof
-
-    def use_proof(self, proof: Proof) -> None:
-        """Passed on."""
-        self._store.use_proof(proof)
-
-    def refuses_corruption(self, proof: Proof, key: str) -> bool:
-        """Passed on."""
-        return self._store.refuses_corruption(proof, key)
-
-    def begin(self, key: str, size: int, metadata: Mapping[str, str]) -> Upload:
-        """Passed on: what is uploaded in parts is never swapped."""
-        return self._store.begin(key, size, metadata)
-
-    def put_part(self, upload: Upload, number: int, source: Source) -> Part:
-        """Passed on."""
-        return self._store.put_part(upload, number, source)
-
-    def parts(self, upload: Upload) -> dict[int, tuple[int, str]]:
-        """Passed on."""
-        return self._store.parts(upload)
+        return dataclasses.replace(self.store.capabilities, swap=True)
 
     def complete(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
         """Passed on."""
-        return _plain(self._store.complete(upload, parts))
-
-    def abort(self, upload: Upload) -> None:
-        """Passed on."""
-        self._store.abort(upload)
-
-    def uploads(self, prefix: str) -> Iterator[Upload]:
-        """Passed on."""
-        return self._store.uploads(prefix)
-
-    def close(self) -> None:
-        """Passed on."""
-        self._store.close()
+        return _plain(self.store.complete(upload, parts))
 
     # ---- writing
 
@@ -121,7 +74,7 @@ class SwapByCreate:
         highest = max(numbers, default=0)
         if condition is None:
             if highest == 0:
-                return _plain(self._store.put(key, source))
+                return _plain(self.store.put(key, source))
             return self._put_over(key, source)
         current = str(highest) if highest else self._plain_version(key)
         if isinstance(condition, IfAbsent) and current:
@@ -134,12 +87,12 @@ class SwapByCreate:
         with contextlib.suppress(StoreError):  # the next swap prunes what is left
             for number in numbers:
                 if number <= highest + 1 - KEPT:
-                    self._store.delete(_name(key, number))
+                    self.store.delete(_name(key, number))
         return info
 
     def _create(self, key: str, number: int, source: Source) -> ObjectInfo:
         try:
-            info = self._store.put(_name(key, number), source, condition=IfAbsent())
+            info = self.store.put(_name(key, number), source, condition=IfAbsent())
         except PreconditionError as error:
             raise PreconditionError("put", key, f"version {number} exists") from error
         if number <= self._highest(key) - KEPT:
@@ -158,16 +111,16 @@ class SwapByCreate:
         """Copy the highest version to the plain key, until it is still the highest afterwards."""
         copied = 0
         while (highest := self._highest(key)) > copied:
-            data, _ = self._store.get(_name(key, highest))
-            self._store.put(key, BytesSource(data))
+            data, _ = self.store.get(_name(key, highest))
+            self.store.put(key, BytesSource(data))
             copied = highest
 
     def delete(self, key: str) -> None:
         """Remove the plain copy, then the versions, the highest last, so that none older shows."""
         numbers = self._numbers(key)
-        self._store.delete(key)
+        self.store.delete(key)
         for number in sorted(numbers):
-            self._store.delete(_name(key, number))
+            self.store.delete(_name(key, number))
 
     # ---- reading
 
@@ -175,33 +128,33 @@ class SwapByCreate:
         """The highest version."""
         highest = self._highest(key)
         if highest == 0:
-            data, info = self._store.get(key)
+            data, info = self.store.get(key)
             return data, _plain(info)
-        data, info = self._store.get(_name(key, highest))
+        data, info = self.store.get(_name(key, highest))
         return data, _numbered(key, highest, info)
 
     def head(self, key: str) -> ObjectInfo:
         """The highest version."""
         highest = self._highest(key)
         if highest == 0:
-            return _plain(self._store.head(key))
-        return _numbered(key, highest, self._store.head(_name(key, highest)))
+            return _plain(self.store.head(key))
+        return _numbered(key, highest, self.store.head(_name(key, highest)))
 
     def read(self, key: str, offset: int, length: int, sink: Sink) -> None:
         """A range of the highest version."""
         highest = self._highest(key)
-        self._store.read(_name(key, highest) if highest else key, offset, length, sink)
+        self.store.read(_name(key, highest) if highest else key, offset, length, sink)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """Objects with versions, each once as its highest, and those without."""
         highest: dict[str, ObjectInfo] = {}
-        for info in self._store.list(VERSIONS + prefix):
+        for info in self.store.list(VERSIONS + prefix):
             key, _, number = info.key.removeprefix(VERSIONS).rpartition("/")
             if _is_number(number):
                 highest[key] = _numbered(key, int(number), info)
         plain = (
             _plain(info)
-            for info in self._store.list(prefix)
+            for info in self.store.list(prefix)
             if info.key not in highest and not info.key.startswith(VERSIONS)
         )
         versioned = sorted(highest.values(), key=_order)
@@ -212,12 +165,12 @@ class SwapByCreate:
 
     def _numbers(self, key: str) -> Sequence[int]:
         inside = f"{VERSIONS}{key}/"
-        names = (info.key.removeprefix(inside) for info in self._store.list(inside))
+        names = (info.key.removeprefix(inside) for info in self.store.list(inside))
         return [int(name) for name in names if _is_number(name)]
 
     def _plain_version(self, key: str) -> str:
         try:
-            return _plain(self._store.head(key)).version
+            return _plain(self.store.head(key)).version
         except NotFoundError:
             return ""
 
