@@ -25,7 +25,7 @@ from typing import Protocol
 from ds_ckpt_sidecar.journal import Journal
 from ds_ckpt_sidecar.local import LocalFiles
 from ds_ckpt_sidecar.observe.log import Log
-from ds_ckpt_store.catalog import Catalog, Intent, Lease, Receipt, Record, StoredFile
+from ds_ckpt_store.catalog import Catalog, Lease
 from ds_ckpt_store.contract import digest, names
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.manifest import NodeManifest, SaveState, SaveStatus, Shard
@@ -37,6 +37,7 @@ from ds_ckpt_store.errors import (
     RefusedError,
     ShardChangedError,
 )
+from ds_ckpt_store.records import Intent, Receipt, Record, StoredFile
 from ds_ckpt_store.transfer.upload import LocalShard, Uploader
 
 DECIDED: frozenset[SaveState] = frozenset({"committed", "cleaned", "abandoned", "superseded"})

@@ -21,8 +21,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ds_ckpt_store.catalog import Record
 from ds_ckpt_store.contract.manifest import SaveStatus, SidecarStatus, TrainerStatus
+from ds_ckpt_store.records import Record
 
 
 def emit_json(document: Any) -> None:

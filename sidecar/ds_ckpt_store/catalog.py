@@ -24,20 +24,13 @@ import contextlib
 import random
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
-
-from pydantic import BaseModel, ConfigDict, Field
+from typing import TypeVar
 
 from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.clock import fresh_token
 from ds_ckpt_store.contract.manifest import (
-    MAX_SHARDS,
-    Crc,
     Document,
-    Identifier,
-    Natural,
     NodeManifest,
-    RelativePath,
     SaveInfo,
     parse,
 )
@@ -54,6 +47,7 @@ from ds_ckpt_store.errors import (
     TransientError,
     UnknownSchemaError,
 )
+from ds_ckpt_store.records import Hold, Intent, Owner, Receipt, Record
 from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, ObjectInfo, Store
 
 LATEST = "latest"
@@ -68,100 +62,6 @@ _REMEMBERED_ATTEMPTS = 1000
 STALE_AFTER = 600.0
 HOLD_SECONDS = 3600
 DECIDING_ROUNDS = 10
-
-RecordState = Literal["committed", "abandoned", "deleted"]
-
-
-class StoredFile(BaseModel):
-    """One object of a checkpoint.
-
-    Attributes:
-        path: relative to the folder; for a companion its bare name.
-        node: id of the node that uploaded it.
-        rank: global rank that wrote it.
-    """
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    path: RelativePath
-    size: Natural
-    crc32c: Crc
-    node: str
-    rank: Natural = 0
-    sha256: str | None = None
-
-
-Files = Annotated[list[StoredFile], Field(max_length=10 * MAX_SHARDS)]
-
-
-class Owner(Document):
-    """The lease on a prefix.
-
-    Attributes:
-        epoch: of the newest attempt; grows with every attempt and every takeover.
-        attempts: epoch of each attempt of this run that was seen.
-        unfinished: nodes of the newest attempt that have not said that they are finished.
-    """
-
-    run_id: Identifier
-    attempt: Identifier
-    epoch: int
-    attempts: dict[str, int]
-    unfinished: list[str]
-    nonce: str
-
-
-class Intent(SaveInfo):
-    """``saves/<save_id>.json``: what is going to be stored, before the first byte is."""
-
-    epoch: int
-
-
-class Receipt(Document):
-    """What one node's sidecar has stored and verified for one save."""
-
-    save_id: str
-    node: str
-    files: Files
-    companions: Files = []
-    proof: str
-
-
-class Record(SaveInfo):
-    """The decision on one save, and all that is needed to verify and restore it."""
-
-    state: RecordState
-    epoch: int
-    files: Files = []
-    companions: Files = []
-    reason: str = ""
-    purged: bool = False
-    nonce: str = ""
-
-    @property
-    def order(self) -> tuple[int, int, str]:
-        """Newest last: (epoch, save time, save id); never the text of a tag."""
-        return (self.epoch, self.time_ms, self.save_id)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all shards and companions."""
-        return sum(entry.size for entry in (*self.files, *self.companions))
-
-    def objects(self) -> list[tuple[str, StoredFile]]:
-        """Every object of the checkpoint as (key, file)."""
-        folder = self.folder
-        return [(f"{folder}/{entry.path}", entry) for entry in self.files] + [
-            (f"{folder}/{names.COMPANIONS_DIR}/{entry.path}", entry) for entry in self.companions
-        ]
-
-
-class Hold(Document):
-    """A restore in progress; keeps one record from retention, ``seconds`` after each write."""
-
-    save_id: str
-    seconds: int
-    nonce: str
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from ds_ckpt_store.catalog import HOLD_SECONDS, Catalog, Record
+from ds_ckpt_store.catalog import HOLD_SECONDS, Catalog
 from ds_ckpt_store.contract import digest, names
 from ds_ckpt_store.contract.clock import Clock, fresh_token
 from ds_ckpt_store.contract.manifest import Restored, RestoredFile
@@ -35,6 +35,7 @@ from ds_ckpt_store.errors import (
     SettingsError,
     StoreError,
 )
+from ds_ckpt_store.records import Record
 from ds_ckpt_store.stores.port import Store
 from ds_ckpt_store.transfer.download import Downloader, RemoteShard
 

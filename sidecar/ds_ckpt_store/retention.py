@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ds_ckpt_store.catalog import Catalog, Lease, Record
+from ds_ckpt_store.catalog import Catalog, Lease
+from ds_ckpt_store.records import Record
 
 DEFAULT_PAUSE = 3600.0
 

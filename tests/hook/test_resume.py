@@ -15,8 +15,9 @@ from ds_ckpt_hook.errors import AgreementError
 from ds_ckpt_hook.local import Held
 from ds_ckpt_hook.remote import Committed
 from ds_ckpt_hook.resume import rank_options
-from ds_ckpt_store.catalog import Catalog, Receipt, StoredFile
+from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract.manifest import NodeManifest
+from ds_ckpt_store.records import Receipt, StoredFile
 from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.port import BytesSource
 from tests.hook.standin import Job, manifests

@@ -19,12 +19,13 @@ from typing import Any
 
 from ds_ckpt_sidecar.agent import Agent
 from ds_ckpt_sidecar.settings import AgentSettings
-from ds_ckpt_store.catalog import Catalog, Record
+from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract.clock import SystemClock
 from ds_ckpt_store.contract.digest import crc32c, to_hex
 from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.contract.manifest import SaveStatus
 from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.records import Record
 from ds_ckpt_store.restore import Restore
 from ds_ckpt_store.stores.faulty import FaultyStore, Rule
 from ds_ckpt_store.stores.memory import MemoryBucket, MemoryStore

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
-from ds_ckpt_store.catalog import Catalog, Intent, Receipt, Record, StoredFile
+from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract import digest, names
 from ds_ckpt_store.contract.manifest import NodeManifest, Shard
+from ds_ckpt_store.records import Intent, Receipt, Record, StoredFile
 from ds_ckpt_store.stores.faulty import FaultyStore, Rule
 from ds_ckpt_store.stores.memory import MemoryBucket, MemoryStore
 from ds_ckpt_store.stores.port import BytesSource, Store

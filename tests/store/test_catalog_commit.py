@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt_store.catalog import Intent
 from ds_ckpt_store.contract.manifest import SCHEMA
 from ds_ckpt_store.errors import (
     AmbiguousError,
@@ -16,6 +15,7 @@ from ds_ckpt_store.errors import (
     TransientError,
     UnknownSchemaError,
 )
+from ds_ckpt_store.records import Intent
 from ds_ckpt_store.stores.file import FileStore
 from tests.store.prefix import NODE, OTHER, THIRD, Prefix
 

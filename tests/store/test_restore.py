@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from ds_ckpt_store import restore as restoring
-from ds_ckpt_store.catalog import Record
 from ds_ckpt_store.contract.filesystem import Filesystem, Space
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import (
@@ -22,6 +21,7 @@ from ds_ckpt_store.errors import (
     PausedError,
     SettingsError,
 )
+from ds_ckpt_store.records import Record
 from ds_ckpt_store.restore import Restore, RestoreResult, is_restored
 from tests.store.prefix import Prefix
 

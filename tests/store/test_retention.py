@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ckpt_store.catalog import Lease, Record
+from ds_ckpt_store.catalog import Lease
 from ds_ckpt_store.errors import RefusedError, StoreError
+from ds_ckpt_store.records import Record
 from ds_ckpt_store.retention import Retained, Retention, expired
 from tests.store.prefix import NODE, Prefix
 

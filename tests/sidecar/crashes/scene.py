@@ -21,11 +21,12 @@ from ds_ckpt_sidecar.agent import Agent
 from ds_ckpt_sidecar.journal import Journal
 from ds_ckpt_sidecar.local import LocalFiles
 from ds_ckpt_sidecar.settings import AgentSettings
-from ds_ckpt_store.catalog import Catalog, Record
+from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract import digest, names
 from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.contract.manifest import NodeIdentity, NodeManifest, Restored, RestoredFile
 from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.records import Record
 from ds_ckpt_store.restore import Restore
 from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.file import FileStore

@@ -1,0 +1,116 @@
+"""Documents of one prefix: lease, intent, receipt, record and hold, as JSON objects in the store.
+
+Whoever can write to the prefix can write these, so they are read with the same care as a manifest:
+bounded, by schema, with paths that stay inside. Where they lie is the catalog's business.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ds_ckpt_store.contract import names
+from ds_ckpt_store.contract.manifest import (
+    MAX_SHARDS,
+    Crc,
+    Document,
+    Identifier,
+    Natural,
+    RelativePath,
+    SaveInfo,
+)
+
+RecordState = Literal["committed", "abandoned", "deleted"]
+
+
+class StoredFile(BaseModel):
+    """One object of a checkpoint.
+
+    Attributes:
+        path: relative to the folder; for a companion its bare name.
+        node: id of the node that uploaded it.
+        rank: global rank that wrote it.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    path: RelativePath
+    size: Natural
+    crc32c: Crc
+    node: str
+    rank: Natural = 0
+    sha256: str | None = None
+
+
+Files = Annotated[list[StoredFile], Field(max_length=10 * MAX_SHARDS)]
+
+
+class Owner(Document):
+    """The lease on a prefix.
+
+    Attributes:
+        epoch: of the newest attempt; grows with every attempt and every takeover.
+        attempts: epoch of each attempt of this run that was seen.
+        unfinished: nodes of the newest attempt that have not said that they are finished.
+    """
+
+    run_id: Identifier
+    attempt: Identifier
+    epoch: int
+    attempts: dict[str, int]
+    unfinished: list[str]
+    nonce: str
+
+
+class Intent(SaveInfo):
+    """``saves/<save_id>.json``: what is going to be stored, before the first byte is."""
+
+    epoch: int
+
+
+class Receipt(Document):
+    """What one node's sidecar has stored and verified for one save."""
+
+    save_id: str
+    node: str
+    files: Files
+    companions: Files = []
+    proof: str
+
+
+class Record(SaveInfo):
+    """The decision on one save, and all that is needed to verify and restore it."""
+
+    state: RecordState
+    epoch: int
+    files: Files = []
+    companions: Files = []
+    reason: str = ""
+    purged: bool = False
+    nonce: str = ""
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """Newest last: (epoch, save time, save id); never the text of a tag."""
+        return (self.epoch, self.time_ms, self.save_id)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all shards and companions."""
+        return sum(entry.size for entry in (*self.files, *self.companions))
+
+    def objects(self) -> list[tuple[str, StoredFile]]:
+        """Every object of the checkpoint as (key, file)."""
+        folder = self.folder
+        return [(f"{folder}/{entry.path}", entry) for entry in self.files] + [
+            (f"{folder}/{names.COMPANIONS_DIR}/{entry.path}", entry) for entry in self.companions
+        ]
+
+
+class Hold(Document):
+    """A restore in progress; keeps one record from retention, ``seconds`` after each write."""
+
+    save_id: str
+    seconds: int
+    nonce: str
