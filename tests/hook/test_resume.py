@@ -16,7 +16,8 @@ from ds_ckpt_hook.local import Held
 from ds_ckpt_hook.remote import Committed
 from ds_ckpt_hook.resume import rank_options
 from ds_ckpt_store.catalog import Catalog
-from ds_ckpt_store.contract.manifest import NodeManifest
+from ds_ckpt_store.contract.manifest import NodeManifest, SidecarStatus
+from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.records import Receipt, StoredFile
 from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.port import BytesSource
@@ -143,7 +144,8 @@ def test_restored_files_are_no_part_of_the_next_save_of_their_tag(
     assert [shard.path for shard in newest.shards] == [optimizer(1)]
     assert newest.replicas == []
     assert newest.elsewhere == [MODEL, optimizer(0)]
-    assert Job(volumes).resume() == [None, None]  # never the old model beside the new optimizer
+    # Never the old model beside the new optimizer.
+    assert Job(volumes, start_fresh=True).resume() == [None, None]
 
 
 def test_a_newer_local_save_of_all_nodes_goes_before_the_newest_committed_one(
@@ -246,6 +248,31 @@ def test_setting_a_tag_aside_leaves_the_agreed_tag_below_it(folders: Folders) ->
     assert (volume / "a/b" / MODEL).exists()
     assert not (volume / "a" / MODEL).exists()
     assert f"a/{MODEL}" in aside(volume)
+
+
+def test_a_known_checkpoint_that_cannot_be_had_is_no_start_from_scratch(
+    folders: Folders,
+) -> None:
+    volumes = folders(2)
+    job = Job(volumes)
+    job.save("one")
+    status = SidecarStatus(
+        time=0.0,
+        pid=1,
+        version="0",
+        run_id="run",
+        destination="s3://bucket/run",
+        state="running",
+        newest_committed_ms=1,
+        newest_committed_tag="one",
+    )
+    Volume(str(volumes[0])).write_sidecar_status(status)
+    shutil.rmtree(volumes[1])
+    volumes[1].mkdir()
+    with pytest.raises(AgreementError, match="DS_CKPT_DESTINATION"):
+        Job(volumes).resume()
+    assert (volumes[0] / "one" / MODEL).exists(), "nothing was moved"
+    assert Job(volumes, start_fresh=True).resume() == [None, None]
 
 
 def test_ranks_that_changed_nodes_do_not_take_each_others_shards(folders: Folders) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -397,6 +399,74 @@ def test_a_rank_that_dies_before_its_checksums_lets_the_leader_give_up(folders: 
     assert job.hooks[0].worker.drain(20)
     assert "no checksums came from ranks [1]" in saves[0].status().reason
     assert manifests(volume) == []
+
+
+def test_one_ranks_trouble_with_a_save_does_not_keep_back_the_next(folders: Folders) -> None:
+    (volume,) = folders(1)
+    job = Job([volume, volume], publish_timeout=5)
+    submit = job.hooks[1].worker.submit
+    job.hooks[1].worker.submit = lambda job: None  # type: ignore[method-assign]
+    for engine in job.engines:
+        engine.save_checkpoint(volume, "late")
+    job.all_ranks(
+        lambda rank, hook: saving.after_save(hook, job.engines[rank], "late", save_dir=volume)
+    )
+    job.hooks[1].worker.submit = submit  # type: ignore[method-assign]
+    for engine in job.engines:
+        engine.save_checkpoint(volume, "next")
+    job.all_ranks(
+        lambda rank, hook: saving.after_save(hook, job.engines[rank], "next", save_dir=volume)
+    )
+    deadline = time.monotonic() + 20
+    while not manifests(volume) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [manifest.tag for manifest in manifests(volume)] == ["next"]
+
+
+class FullAtFirst(Filesystem):
+    """Writes nothing until there is room."""
+
+    room = False
+
+    def write_atomic(self, path: str, data: bytes, *, durable: bool = True) -> None:
+        if not self.room and ("/pieces/" in path or "/outbox/" in path):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+        super().write_atomic(path, data, durable=durable)
+
+
+def test_a_save_is_handed_over_once_there_is_room(folders: Folders) -> None:
+    (volume,) = folders(1)
+    job = Job([volume, volume])
+    fs = FullAtFirst()
+    for hook in job.hooks:
+        hook.fs = fs
+    for engine in job.engines:
+        engine.save_checkpoint(volume, "t")
+    job.all_ranks(
+        lambda rank, hook: saving.after_save(hook, job.engines[rank], "t", save_dir=volume)
+    )
+    assert not job.hooks[0].worker.drain(0.3)
+    assert manifests(volume) == []
+    fs.room = True
+    job.drain()
+    assert [manifest.tag for manifest in manifests(volume)] == ["t"]
+
+
+def test_latest_follows_on_nodes_where_deepspeed_does_not_write_it(folders: Folders) -> None:
+    volumes = folders(2)
+    job = Job(volumes)
+    job.save("one")
+    assert job.resume() == ["one", "one"]
+    for volume in volumes:
+        (volume / "latest").write_text("one")
+    for engine in job.engines:
+        engine.save_checkpoint(volumes[engine.rank], "two")
+    (volumes[1] / "latest").write_text("one")  # as DeepSpeed leaves it there
+    job.all_ranks(
+        lambda rank, hook: saving.after_save(hook, job.engines[rank], "two", save_dir=volumes[rank])
+    )
+    job.drain()
+    assert [(volume / "latest").read_text() for volume in volumes] == ["two", "two"]
 
 
 def test_the_sidecars_group_may_read_files_and_rename_in_folders(folders: Folders) -> None:

@@ -7,6 +7,7 @@ not be loaded is renamed into ``.ds_ckpt/aside/``.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -81,6 +82,25 @@ def unmanaged(session: Session, place: Place) -> list[str]:
         and made is not None
         and all(state.mtime_ns < made.mtime_ns for _, state in fs.walk(f"{place.save_dir}/{tag}"))
     ]
+
+
+def known_durable(session: Session, place: Place) -> str:
+    """What this volume tells of a committed checkpoint of this run; empty if nothing."""
+    for restored in restored_on(place):
+        if restored.run_id == session.run_id:
+            return f"{place.volume.path} was restored from {restored.tag!r}"
+    try:
+        sidecar = session.volume.sidecar_status()
+    except (CkptError, OSError):
+        sidecar = None
+    if sidecar is not None and sidecar.newest_committed_ms and sidecar.run_id == session.run_id:
+        return f"the sidecar tells of {sidecar.newest_committed_tag!r} in {sidecar.destination}"
+    for manifest in _newest_of_each_tag(session, place).values():
+        with contextlib.suppress(CkptError, OSError):
+            status = session.volume.save_status(manifest.save_id)
+            if status is not None and status.state == "committed":
+                return f"{manifest.tag!r} was committed"
+    return ""
 
 
 def set_aside(session: Session, place: Place, agreed: Held | None, now_ms: int) -> list[str]:

@@ -30,6 +30,7 @@ logger = logging.getLogger("ds_ckpt_hook")
 
 HOOK_VERSION = "0.1.0"
 EXIT_SECONDS = 60.0
+_SHORTEST_POLL = 0.01
 _LONGEST_POLL = 0.5
 
 
@@ -66,10 +67,12 @@ class Job:
 
 
 class Worker:
-    """Runs jobs one after another on a thread of its own.
+    """Hashes jobs one after another, and hands each over, on a thread of its own.
 
-    The thread is a daemon, so that nothing can keep a finished trainer alive for long; an exit
-    that was not preceded by ``finalize`` waits a minute for what is still being hashed.
+    A job whose other ranks are late waits aside, so that one rank's trouble with one save does not
+    keep back the saves after it. The thread is a daemon, so that nothing can keep a finished
+    trainer alive for long; an exit that was not preceded by ``finalize`` waits a minute for what
+    is still being hashed.
     """
 
     def __init__(self, clock: Clock, publish_timeout: float) -> None:
@@ -98,58 +101,151 @@ class Worker:
             return self._idle.wait_for(lambda: self._left == 0, timeout)
 
     def _run(self) -> None:
+        waiting: list[_Handover] = []
+        pause = _SHORTEST_POLL
         while True:
-            job = self._jobs.get()
-            reason = ""
-            try:
-                perform(job, self._clock, self._timeout)
-            except (CkptError, OSError, ValidationError) as error:
-                reason = str(error) or type(error).__name__
-            except Exception as error:
-                reason = f"{type(error).__name__}: {error}"
-                logger.exception("unexpected error while publishing %s", job.plan.tag)
-            if reason:
-                job.session.note_skipped(f"{job.plan.tag}: {reason}")
-                logger.warning("tag %r is not published: %s", job.plan.tag, reason)
-            job.done(reason)
-            with self._idle:
-                self._left -= 1
-                self._idle.notify_all()
+            with contextlib.suppress(queue.Empty):
+                job = self._jobs.get(timeout=pause if waiting else None)
+                waiting.append(_Handover(job, self._clock.monotonic() + self._timeout))
+                pause = _SHORTEST_POLL
+            waiting = [handover for handover in waiting if not self._advance(handover)]
+            pause = min(2 * pause, _LONGEST_POLL)
 
-
-def perform(job: Job, clock: Clock, timeout: float) -> None:
-    """Hash this rank's part, hand it over, and publish if this rank leads its node.
-
-    Raises:
-        NotPublishedError: a rank of this node failed, or its piece did not come in time.
-        ShardError, OSError: this rank's own part failed.
-    """
-    session, fs, save_id = job.session, job.session.volume.fs, job.plan.save_id
-    folder = f"{session.volume.pieces}/{save_id}"
-    failure: Exception | None = None
-    try:
-        if job.error:
-            raise NotPublishedError(f"rank {session.rank}: {job.error}")
-        piece = _piece(job)
-    except (CkptError, OSError) as error:
-        failure = error
-        piece = Piece(rank=session.rank, error=str(error) or type(error).__name__)
-    if session.is_leader:
+    def _advance(self, handover: _Handover) -> bool:
+        """Take a job as far as it goes now; whether it is over."""
+        job, reason = handover.job, ""
         try:
-            pieces = _collect(job, piece, clock, timeout)
-            session.volume.publish(_manifest(job, pieces))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                fs.remove_tree(session.volume.link_folder(save_id))
+            if not handover.step(self._clock.monotonic()):
+                return False
+        except (CkptError, OSError, ValidationError) as error:
+            reason = str(error) or type(error).__name__
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            logger.exception("unexpected error while publishing %s", job.plan.tag)
+        if reason:
+            job.session.note_skipped(f"{job.plan.tag}: {reason}")
+            logger.warning("tag %r is not published: %s", job.plan.tag, reason)
+        job.done(reason)
+        with self._idle:
+            self._left -= 1
+            self._idle.notify_all()
+        return True
+
+
+class _Handover:
+    """One job on its way: hashed at the first step, handed over when it can be.
+
+    Args:
+        job: of this rank.
+        deadline: on the monotonic clock; then other ranks, or a full disk, are given up.
+    """
+
+    def __init__(self, job: Job, deadline: float) -> None:
+        self.job = job
+        self._deadline = deadline
+        self._folder = f"{job.session.volume.pieces}/{job.plan.save_id}"
+        self._own: Piece | None = None
+        self._pieces: dict[int, Piece] = {}
+
+    def step(self, now: float) -> bool:
+        """Go on; False while something is still to come.
+
+        Raises:
+            NotPublishedError: a rank of this node failed, or its piece did not come in time.
+            OSError: the manifest or this rank's piece could not be written.
+        """
+        if self._own is None:
+            self._own = self._hash()
+            self._pieces[self._own.rank] = self._own
+        return self._lead(now) if self.job.session.is_leader else self._tell(now, self._own)
+
+    def _hash(self) -> Piece:
+        job = self.job
+        try:
+            if job.error:
+                raise NotPublishedError(job.error)
+            return _piece(job)
+        except (CkptError, OSError) as error:
+            return Piece(rank=job.session.rank, error=str(error) or type(error).__name__)
+
+    def _tell(self, now: float, own: Piece) -> bool:
+        """Write this rank's piece. Failure too has to be told, if need be once there is room."""
+        fs = self.job.session.volume.fs
+        try:
+            fs.make_folder(self._folder)
+            path = f"{self._folder}/{own.rank}.json"
+            fs.write_atomic(path, own.to_bytes(), durable=False)
+        except OSError:
+            if now < self._deadline:
+                return False
             raise
-        finally:
-            with contextlib.suppress(OSError):
-                fs.remove_tree(folder)
-    else:
-        fs.make_folder(folder)
-        fs.write_atomic(f"{folder}/{session.rank}.json", piece.to_bytes(), durable=False)
-    if failure is not None:
-        raise failure
+        if own.error:
+            raise NotPublishedError(f"rank {own.rank}: {own.error}")
+        return True
+
+    def _lead(self, now: float) -> bool:
+        """Publish when all pieces of the node are there."""
+        session = self.job.session
+        try:
+            if not self._collect(now):
+                return False
+            pieces = [self._pieces[rank] for rank in session.ranks]
+            manifest = _manifest(self.job, pieces)
+            if not self._publish(now, manifest):
+                return False
+        except BaseException:
+            self._clear(session.volume.link_folder(self.job.plan.save_id))
+            self._clear(self._folder)
+            raise
+        self._clear(self._folder)
+        _follow_with_latest(session, manifest)
+        return True
+
+    def _publish(self, now: float, manifest: NodeManifest) -> bool:
+        """A full disk may get room when the sidecar has stored an earlier save."""
+        try:
+            self.job.session.volume.publish(manifest)
+        except OSError:
+            if now < self._deadline:
+                return False
+            raise
+        return True
+
+    def _clear(self, folder: str) -> None:
+        with contextlib.suppress(OSError):
+            self.job.session.volume.fs.remove_tree(folder)
+
+    def _collect(self, now: float) -> bool:
+        volume, ranks = self.job.session.volume, self.job.session.ranks
+        for rank in ranks:
+            if rank not in self._pieces:
+                piece = volume.read(f"{self._folder}/{rank}.json", Piece)
+                if piece is not None:
+                    self._pieces[rank] = piece
+        failed = [f"rank {p.rank}: {p.error}" for p in self._pieces.values() if p.error]
+        if failed:
+            raise NotPublishedError("; ".join(failed[:8]))
+        missing = [rank for rank in ranks if rank not in self._pieces]
+        if missing and now >= self._deadline:
+            raise NotPublishedError(
+                f"no checksums came from ranks {missing[:8]} in time (DS_CKPT_PUBLISH_TIMEOUT)"
+            )
+        return not missing
+
+
+def _follow_with_latest(session: Session, manifest: NodeManifest) -> None:
+    """Let ``latest`` follow where DeepSpeed does not write it.
+
+    DeepSpeed writes it on global rank 0's node alone. On other nodes it would go on naming what
+    they once resumed from, and the sidecar never removes what it names.
+    """
+    fs, volume = session.volume.fs, session.volume
+    path = f"{volume.path}/latest"
+    if manifest.root != ".":
+        path = f"{volume.path}/{manifest.root}/latest"
+    with contextlib.suppress(OSError):
+        if 0 not in session.ranks and fs.stat(path) is not None:
+            fs.write_atomic(path, manifest.tag.encode(), durable=False)
 
 
 def _piece(job: Job) -> Piece:
@@ -177,32 +273,6 @@ def _piece(job: Job) -> Piece:
         shards=shards,
         companions=[shard(kept) for kept in job.companions],
     )
-
-
-def _collect(job: Job, own: Piece, clock: Clock, timeout: float) -> list[Piece]:
-    volume = job.session.volume
-    pieces = {own.rank: own}
-    deadline = clock.monotonic() + timeout
-    pause = 0.01
-    while True:
-        for rank in job.session.ranks:
-            if rank not in pieces:
-                path = f"{volume.pieces}/{job.plan.save_id}/{rank}.json"
-                piece = volume.read(path, Piece)
-                if piece is not None:
-                    pieces[rank] = piece
-        failed = [f"rank {p.rank}: {p.error}" for p in pieces.values() if p.error]
-        if failed:
-            raise NotPublishedError("; ".join(failed[:8]))
-        waiting = [rank for rank in job.session.ranks if rank not in pieces]
-        if not waiting:
-            return [pieces[rank] for rank in job.session.ranks]
-        if clock.monotonic() >= deadline:
-            raise NotPublishedError(
-                f"no checksums came from ranks {waiting[:8]} within {timeout:.0f} s"
-            )
-        clock.sleep(pause)
-        pause = min(2 * pause, _LONGEST_POLL)
 
 
 def _manifest(job: Job, pieces: Sequence[Piece]) -> NodeManifest:

@@ -39,6 +39,8 @@ class Offer:
 
     held: Mapping[str, Held] = field(default_factory=dict)
     unmanaged: Sequence[str] = ()
+    durable: str = ""
+    start_fresh: bool = False
     committed: Sequence[Committed] = ()
     error: str = ""
     store_error: str = ""
@@ -108,19 +110,8 @@ def _agree(
             break
         failures.append(f"{option.tag!r}: {'; '.join(failed[:4])}")
         logger.error("cannot resume from %s", failures[-1])
-    if agreed is None and (store_error or offers[0].committed):
-        raise AgreementError(
-            "no checkpoint could be brought to every node, and starting from scratch beside a "
-            f"store that holds some is left to you: {store_error or ' | '.join(failures[:4])}"
-        )
-    found = sorted({tag for offer in offers for tag in offer.unmanaged})
-    if agreed is None and found:
-        raise AgreementError(
-            f"save_dir holds checkpoints from before the hook was first used ({found[:8]}), and "
-            "nothing tells whether they are whole on all nodes. To go on from one, call "
-            "engine.load_checkpoint(save_dir, tag) without agree_on_resume this once, and save; "
-            "to start from scratch, move them away"
-        )
+    if agreed is None and not offers[0].start_fresh:
+        _refuse_scratch(offers, url, failures)
     _settle(hook, session, place, agreed, patience)
     times = [record.time_ms for record in offers[0].committed]
     session.newest_ms = max(session.newest_ms, *times, agreed.time_ms if agreed else 0)
@@ -133,18 +124,54 @@ def _agree(
     return agreed.tag
 
 
+def _refuse_scratch(offers: Sequence[Offer], url: str | None, failures: Sequence[str]) -> None:
+    """Do not start from scratch in silence while something tells of a checkpoint.
+
+    Raises:
+        AgreementError: says what is known, and what to do.
+    """
+    choice = "to start from scratch all the same, set DS_CKPT_START_FRESH=1 this once"
+    if offers[0].store_error:
+        raise AgreementError(
+            f"the store cannot be read ({offers[0].store_error}), and the volumes alone hold "
+            f"nothing that all nodes share; {choice}"
+        )
+    if offers[0].committed:
+        raise AgreementError(
+            f"{url} holds {len(offers[0].committed)} committed checkpoints, and none could be "
+            f"brought to every node: {' | '.join(failures[:4])}; {choice}"
+        )
+    told = [f"rank {rank}: {offer.durable}" for rank, offer in enumerate(offers) if offer.durable]
+    if told and url is None:
+        raise AgreementError(
+            f"the volumes hold nothing that all nodes share, but a committed checkpoint is known "
+            f"({'; '.join(told[:4])}): set DS_CKPT_DESTINATION for the trainer, so that nodes can "
+            f"restore what they lack, or run ds-ckpt restore on every node; {choice}"
+        )
+    found = sorted({tag for offer in offers for tag in offer.unmanaged})
+    if found:
+        raise AgreementError(
+            f"save_dir holds checkpoints from before the hook was first used ({found[:8]}), and "
+            "nothing tells whether they are whole on all nodes. To go on from one, call "
+            "engine.load_checkpoint(save_dir, tag) without agree_on_resume this once, and save; "
+            f"{choice}"
+        )
+
+
 def _offer(
     hook: Hook, session: Session, place: Place, url: str | None
 ) -> tuple[Offer, Mapping[str, Held]]:
     """What this rank tells the others, and what its volume holds with the manifests."""
     held: Mapping[str, Held] = {}
     unmanaged: Sequence[str] = ()
+    durable = ""
     committed: Sequence[Committed] = ()
     store_error = ""
     if session.is_leader:
         try:
             held = local.held_saves(session, place)
             unmanaged = local.unmanaged(session, place)
+            durable = local.known_durable(session, place)
         except (CkptError, OSError) as error:
             return Offer(error=f"{place.volume.path} cannot be looked through: {error}"), {}
     if session.rank == 0 and url:
@@ -156,7 +183,14 @@ def _offer(
             store_error = f"{url}: {reason_of(error)}"
     # Manifests may be large, and no other rank needs them.
     told = {save_id: replace(save, manifest=None) for save_id, save in held.items()}
-    offer = Offer(held=told, unmanaged=unmanaged, committed=committed, store_error=store_error)
+    offer = Offer(
+        held=told,
+        unmanaged=unmanaged,
+        durable=durable,
+        start_fresh=hook.settings.start_fresh,
+        committed=committed,
+        store_error=store_error,
+    )
     return offer, held
 
 

@@ -26,6 +26,8 @@ class Settings:
         run_id: ``DS_CKPT_RUN_ID``, the name of the training run over all its restarts; the name
             of the save_dir if None. Global rank 0's value counts for all.
         destination: ``DS_CKPT_DESTINATION``, the store's URL. Only ``agree_on_resume`` reads it.
+        start_fresh: ``DS_CKPT_START_FRESH``, start from scratch though checkpoints are known
+            of that cannot be had. Global rank 0's value counts for all.
         exchange_timeout: ``DS_CKPT_TIMEOUT``, how long a rank waits for the others in one exchange.
         publish_timeout: ``DS_CKPT_PUBLISH_TIMEOUT``, how long a node waits in the background for
             the checksums of its ranks.
@@ -36,6 +38,7 @@ class Settings:
     directory: str | None = None
     run_id: str | None = None
     destination: str | None = None
+    start_fresh: bool = False
     exchange_timeout: float = 120.0
     publish_timeout: float = 1800.0
     resume_timeout: float = 7200.0
@@ -51,6 +54,7 @@ class Settings:
             directory=environ.get("DS_CKPT_DIR") or None,
             run_id=environ.get("DS_CKPT_RUN_ID") or None,
             destination=environ.get("DS_CKPT_DESTINATION") or None,
+            start_fresh=environ.get("DS_CKPT_START_FRESH", "").lower() in ("1", "true", "yes"),
             exchange_timeout=_seconds(environ, "DS_CKPT_TIMEOUT", cls.exchange_timeout),
             publish_timeout=_seconds(environ, "DS_CKPT_PUBLISH_TIMEOUT", cls.publish_timeout),
             resume_timeout=_seconds(environ, "DS_CKPT_RESUME_TIMEOUT", cls.resume_timeout),
