@@ -136,7 +136,7 @@ def test_a_sidecar_that_has_stopped_is_given_time_to_come_back(folders: Folders)
     job.hooks[0].clock = FakeTime()
     report = finalize(job)
     assert report.seconds >= feedback.GRACE_SECONDS
-    assert "the sidecar is stopped" in report.not_durable[0].reason
+    assert "the sidecar has stopped" in report.not_durable[0].reason
 
 
 def test_a_timeout_names_the_state_that_a_save_is_in(folders: Folders) -> None:
@@ -189,3 +189,36 @@ def test_a_run_without_a_save_tells_the_sidecar_that_it_is_over(folders: Folders
     status = Volume(str(volume)).trainer_status()
     assert status is not None
     assert status.finished
+
+
+def test_a_save_that_was_lost_is_told_at_the_next_one_and_once(
+    folders: Folders, caplog: pytest.LogCaptureFixture
+) -> None:
+    (volume,) = folders(1)
+    job = Job([volume])
+    (save,) = job.save("last")
+    stands(volume, save.save_id, "superseded", "written again")
+    job.save("last")
+    job.save("last")
+    told = [record for record in caplog.messages if "will not be durable" in record]
+    assert len(told) == 1
+    assert "a tag of its own" in told[0]
+
+
+def test_saves_that_wait_for_no_sidecar_are_told_now_and_then(
+    folders: Folders, caplog: pytest.LogCaptureFixture
+) -> None:
+    (volume,) = folders(1)
+    job = Job([volume])
+    job.save("one")
+    assert "wait for a sidecar" not in caplog.text
+    job.hooks[0].began -= 2 * feedback.SILENT_SECONDS
+    job.save("two")
+    job.save("three")
+    told = [record for record in caplog.messages if "wait for a sidecar" in record]
+    assert len(told) == 1
+    assert f"ds-ckpt agent --volume {volume}" in told[0]
+    sidecar(volume, "running")
+    job.hooks[0].next_word = 0.0
+    job.save("four")
+    assert len([record for record in caplog.messages if "wait for a sidecar" in record]) == 1

@@ -37,6 +37,8 @@ class SaveState:
     held_seconds: float = 0.0
     reason: str = ""
     waiting_for_engine: bool = False
+    handed_over: bool = False
+    told: bool = False
 
     def look(self) -> SaveStatus:
         """Where the save stands, by this process or by the sidecar."""
@@ -44,6 +46,8 @@ class SaveState:
             return self._status("failed", self.reason)
         if self.session is None or self.save_id is None:
             return self._status("discovered", "the checkpoint engine has not finished writing it")
+        if not self.handed_over:
+            return self._status("discovered", "its checksums are still being taken on this node")
         found = self.session.volume.save_status(self.save_id)
         return found or self._status("discovered", "the sidecar has said nothing of it yet")
 
@@ -80,6 +84,8 @@ class Hook:
         self.unfinished: list[Callable[[], bool]] = []
         self.worker = Worker(self.clock, self.settings.publish_timeout)
         self.sessions: dict[str, Session] = {}
+        self.began = self.clock.monotonic()
+        self.next_word = 0.0
         self._started = sessions.process_started(self.clock)
         self._exchange: Exchange | None = None
         self._attempt = ""

@@ -20,6 +20,7 @@ logger = logging.getLogger("ds_ckpt_hook")
 
 GRACE_SECONDS = 30.0
 SILENT_SECONDS = 60.0
+REMINDER_SECONDS = 600.0
 _POLL = 0.2
 
 
@@ -43,6 +44,9 @@ class Save:
     def __init__(self, hook: Hook, state: SaveState) -> None:
         self._hook = hook
         self._state = state
+
+    def __repr__(self) -> str:
+        return f"Save(tag={self.tag!r}, save_id={self.save_id!r}, state={self.status().state!r})"
 
     @property
     def tag(self) -> str:
@@ -100,7 +104,9 @@ def finalize(hook: Hook, timeout: float | None = None, *, strict: bool = False) 
                 "engine.destroy(), before finalize"
             )
     hook.worker.drain(timeout)
-    _tell_failures(hook)
+    # Ranks have waited for their own files for different times: that much more patience.
+    usual = hook.settings.publish_timeout if timeout is None else timeout
+    _tell_failures(hook, usual + hook.settings.exchange_timeout)
     for session in hook.sessions.values():
         try:
             session.finish()
@@ -124,13 +130,13 @@ def finalize(hook: Hook, timeout: float | None = None, *, strict: bool = False) 
     return report
 
 
-def _tell_failures(hook: Hook) -> None:
+def _tell_failures(hook: Hook, patience: float) -> None:
     """A save that failed on one rank in the background is known to all afterwards."""
     if not hook.sessions:
         return
     own = {state.save_id: state.reason for state in hook.saves if state.save_id and state.reason}
     try:
-        told: list[dict[str, str]] = hook.exchange.gather("finalize", own)
+        told: list[dict[str, str]] = hook.exchange.gather("finalize", own, timeout=patience)
     except CkptError as error:
         logger.warning("the ranks could not compare their saves at the end: %s", error)
         return
@@ -174,15 +180,61 @@ def wait_for(hook: Hook, states: Sequence[SaveState], timeout: float | None) -> 
 def _explained(hook: Hook, state: SaveState, standing: Standing, why: str) -> Standing:
     sidecar = _sidecar(state.session)
     if sidecar is None:
-        why = "no sidecar has ever written its heartbeat to the volume"
+        why = f"no sidecar has ever written its heartbeat to the volume; {_start_one(state)}"
     elif _age(hook, state.session, sidecar) > SILENT_SECONDS:
-        why = f"the sidecar has been silent for {_age(hook, state.session, sidecar):.0f} s"
+        age = _age(hook, state.session, sidecar)
+        why = f"the sidecar has been silent for {age:.0f} s; {_start_one(state)}"
     elif sidecar.last_error and not standing.reason:
         why = f"{why.format(standing.state)}; the sidecar's last error: {sidecar.last_error}"
     said = f" ({standing.reason})" if standing.reason else ""
     return Standing(
         state.tag, state.save_id, standing.state, False, f"{why.format(standing.state)}{said}"
     )
+
+
+def _start_one(state: SaveState) -> str:
+    volume = state.session.volume.path if state.session is not None else "DIR"
+    return f"start one: ds-ckpt agent --volume {volume} --destination URL"
+
+
+def tell(hook: Hook) -> None:
+    """Warn of what a trainer should hear before the end: lost saves, and that nobody uploads.
+
+    A few small files are read, by each node's leader only.
+    """
+    now = hook.clock.monotonic()
+    for state in [s for s in hook.saves if not s.told and s.session and s.session.is_leader]:
+        standing = _standing(state)
+        if standing.durable or standing.state in LOST:
+            state.told = True
+        if standing.state in LOST and not state.reason:
+            hint = ""
+            if standing.state == "superseded":
+                hint = "; give each save a tag of its own, or save less often than it uploads"
+            logger.warning(
+                "tag %r (save %s) will not be durable: it is %s: %s%s",
+                state.tag,
+                state.save_id,
+                standing.state,
+                standing.reason,
+                hint,
+            )
+    for session in hook.sessions.values():
+        if not session.is_leader or now < hook.next_word:
+            continue
+        waiting = [s for s in hook.saves if s.session is session and not s.told]
+        sidecar = _sidecar(session)
+        silent = sidecar is None or _age(hook, session, sidecar) > SILENT_SECONDS
+        if waiting and silent and now - hook.began > SILENT_SECONDS:
+            hook.next_word = now + REMINDER_SECONDS
+            logger.warning(
+                "%d saves on %s wait for a sidecar, and none has been there for %d s: they are "
+                "not durable; %s",
+                len(waiting),
+                session.volume.path,
+                int(SILENT_SECONDS),
+                _start_one(waiting[0]),
+            )
 
 
 def _silence(hook: Hook, states: Sequence[SaveState], waited: float) -> str:
@@ -195,7 +247,8 @@ def _silence(hook: Hook, states: Sequence[SaveState], waited: float) -> str:
             # A stopped one may be on its way back: its container is restarted, or replaced.
             gone = sidecar.state == "stopped" and waited >= GRACE_SECONDS
             if gone or sidecar.state == "refused":
-                return f"the sidecar is {sidecar.state}: {sidecar.last_error or 'it said no more'}"
+                gave_up = "has stopped" if sidecar.state == "stopped" else "gave up"
+                return f"the sidecar {gave_up}: {sidecar.last_error or 'it said no more'}"
             return ""
     return "there is no sidecar" if waited >= GRACE_SECONDS else ""
 

@@ -1,8 +1,9 @@
 """What one node's volume holds completely, and moving out of sight what must not be loaded.
 
 A save counts as complete if this node's own manifest says so, all its files have the manifest's
-size and checksum, and the ranks that run here now wrote it. Nothing is ever deleted: what must
-not be loaded is renamed into ``.ds_ckpt/aside/``.
+size and checksum, and the ranks that run here now wrote it. What must not be loaded is renamed
+into ``.ds_ckpt/aside/``. Of that, what was never handed over is kept until the next of its kind
+comes, and what was, until the sidecar has stored or given up its save.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from ds_ckpt_store.errors import CkptError
 logger = logging.getLogger("ds_ckpt_hook")
 
 _READERS = 4
+_LABEL = re.compile(r"[0-9a-f]{12}")
 
 
 @dataclass(frozen=True)
@@ -138,12 +141,23 @@ def set_aside(session: Session, place: Place, agreed: Held | None, now_ms: int) 
             fs.rename(source, target)
         why = "is not known to be complete" if manifest is None else "is newer or torn"
         moved.append(f"{source} {why} and was moved to {target}")
+    _forget_earlier(place, f"{now_ms:012x}")
     latest = f"{place.save_dir}/latest"
     if agreed is None and fs.stat(latest) is not None:
         target = _free_name(place.volume, f"{now_ms:012x}/latest")
         fs.make_folder(os.path.dirname(target))
         fs.rename(latest, target)
     return moved
+
+
+def _forget_earlier(place: Place, label: str) -> None:
+    """Of what no manifest names, keep only what was set aside last: a crash loop fills no disk."""
+    fs, aside = place.volume.fs, place.volume.aside
+    unnamed = [name for name in fs.names(aside) if _LABEL.fullmatch(name)]
+    if label in unnamed:
+        for name in unnamed:
+            if name != label:
+                fs.remove_tree(f"{aside}/{name}")
 
 
 def point(place: Place, tag: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from ds_ckpt_hook import deepspeed_files, engines, links
 from ds_ckpt_hook.core import Hook, SaveState, reason_of
 from ds_ckpt_hook.errors import NotPublishedError
-from ds_ckpt_hook.feedback import Save, wait_for
+from ds_ckpt_hook.feedback import Save, tell, wait_for
 from ds_ckpt_hook.plan import About, Plan, Report, make_plan
 from ds_ckpt_hook.publishing import Job
 from ds_ckpt_hook.session import Session, newest_committed_ms
@@ -56,6 +56,8 @@ def after_save(
     began = hook.clock.monotonic()
     state = SaveState(tag=str(tag))
     hook.saves.append(state)
+    with contextlib.suppress(Exception):  # a word to the user must not cost a save
+        tell(hook)
     try:
         hook.catch_up()
         request = _request(engine, tag, save_dir, metrics, kind, pin)
@@ -246,6 +248,7 @@ def _protect(session: Session, place: Place, plan: Plan, state: SaveState) -> Jo
 
     def done(reason: str) -> None:
         state.reason = reason
+        state.handed_over = not reason
 
     return Job(
         session=session,

@@ -6,6 +6,7 @@ ones where a script knows better.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import SettingsError
+
+logger = logging.getLogger("ds_ckpt_hook")
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,20 @@ class Settings:
         """
         return cls(
             directory=environ.get("DS_CKPT_DIR") or None,
-            run_id=environ.get("DS_CKPT_RUN_ID") or None,
+            run_id=_run_id(environ.get("DS_CKPT_RUN_ID", "")),
             destination=environ.get("DS_CKPT_DESTINATION") or None,
             start_fresh=environ.get("DS_CKPT_START_FRESH", "").lower() in ("1", "true", "yes"),
             exchange_timeout=_seconds(environ, "DS_CKPT_TIMEOUT", cls.exchange_timeout),
             publish_timeout=_seconds(environ, "DS_CKPT_PUBLISH_TIMEOUT", cls.publish_timeout),
             resume_timeout=_seconds(environ, "DS_CKPT_RESUME_TIMEOUT", cls.resume_timeout),
         )
+
+
+def _run_id(text: str) -> str | None:
+    printable = "".join(c for c in text if c.isprintable()).strip()[:256]
+    if printable != text:
+        logger.warning("DS_CKPT_RUN_ID=%r is used as %r", text, printable)
+    return printable or None
 
 
 def _seconds(environ: Mapping[str, str], name: str, default: float) -> float:
