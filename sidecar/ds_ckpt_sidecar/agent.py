@@ -132,6 +132,8 @@ class Agent:
             path = self._settings.journal or self._volume.journal
             journal = self._open_journal(path, self._warn_journal)
             self._syncer = self._build(store, journal, node)
+            self._syncer.look_up_committed()
+            self._syncer.beat("running", now=True)
             if not once:
                 stop_watching = watch(self._volume.outbox, self._wake, self._warn_watch)
             code = self._drain_once() if once else self._loop()

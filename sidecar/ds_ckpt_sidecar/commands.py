@@ -6,12 +6,14 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
 import typer
 
@@ -32,6 +34,8 @@ from ds_ckpt_store.stores.port import Store
 from ds_ckpt_store.stores.probe import for_reading
 from ds_ckpt_store.stores.retry import RetryStore
 from ds_ckpt_store.transfer.download import Downloader, RemoteShard
+
+OVERTIME_SECONDS = 5.0
 
 app = typer.Typer(
     help="Make DeepSpeed checkpoints durable, look at them, and bring them back.",
@@ -129,25 +133,28 @@ def agent(
         int | None, typer.Option(help="Keep the last N in the store; default: keep all.")
     ] = None,
     keep_local: Annotated[
-        int | None, typer.Option(help="Committed saves that stay on the volume [1].")
+        int | None, typer.Option(help="Committed saves that stay on the volume (default: 1).")
     ] = None,
     retention_pause: Annotated[
         float | None,
-        typer.Option(help="Seconds from giving up a checkpoint to deleting its objects [3600]."),
+        typer.Option(help="Seconds from giving a checkpoint up to deleting it (default: 3600)."),
     ] = None,
     order: Annotated[
-        Order | None, typer.Option(help="Which save to upload first [oldest].")
+        Order | None, typer.Option(help="Which save to upload first (default: oldest).")
     ] = None,
-    streams: Annotated[int | None, typer.Option(help="Parts in flight at most [8].")] = None,
-    part_mib: Annotated[int | None, typer.Option(help="Preferred part size in MiB [16].")] = None,
+    streams: Annotated[int | None, typer.Option(help="Parts in flight (default: 8).")] = None,
+    part_mib: Annotated[
+        int | None, typer.Option(help="MiB in a part, 5 to 5120 (default: 16).")
+    ] = None,
     rescan_seconds: Annotated[
-        float | None, typer.Option(help="Look through the outbox at least this often [5].")
+        float | None, typer.Option(help="Look through the outbox at least this often (default: 5).")
     ] = None,
     drain_seconds: Annotated[
-        float | None, typer.Option(help="Time for what is left after SIGTERM [25].")
+        float | None, typer.Option(help="Time for what is left after SIGTERM (default: 25).")
     ] = None,
     lease_stale_seconds: Annotated[
-        float | None, typer.Option(help="Silence after which another run's lease ends [600].")
+        float | None,
+        typer.Option(help="Silence that ends another run's lease (default: 600)."),
     ] = None,
     abandon_seconds: Annotated[
         float | None,
@@ -164,7 +171,7 @@ def agent(
         str | None, typer.Option(help="The agent's memory; default: on the volume.")
     ] = None,
     log_format: Annotated[
-        LogFormat | None, typer.Option(help="Log lines as text or JSON [text].")
+        LogFormat | None, typer.Option(help="Log lines as text or JSON (default: text).")
     ] = None,
 ) -> None:
     """Watch a volume and make every save on it durable.
@@ -192,15 +199,54 @@ def agent(
             journal=journal,
             log_format=log_format.value if log_format else None,
         )
+        _keep_apart(settings.destination, settings.volume)
         process = Agent(
             settings,
             store=open_store(settings.destination),
             volume=Volume(settings.volume, Filesystem()),
             log=make_log(settings.log_format),
         )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: process.stop())
+        _stop_on_signal(process, settings.drain_seconds)
         raise typer.Exit(process.run(once=once))
+
+
+def _keep_apart(url: str, folder: str) -> None:
+    """A store in a volume, or a volume in a store, would write over each other's files.
+
+    Raises:
+        InputError: they overlap.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "file":
+        return
+    store, volume = os.path.realpath(unquote(parts.path)), os.path.realpath(folder)
+    if os.path.commonpath([store, volume]) in (store, volume):
+        raise InputError(f"{url} and the volume {folder} lie within each other: keep them apart")
+
+
+def _stop_on_signal(process: Agent, drain_seconds: float) -> None:
+    """Drain on SIGTERM and SIGINT, and end in time even if a request never comes back.
+
+    A store that accepts connections and then says nothing holds a thread in a read for minutes.
+    What was done is in the store and in the journal, so ending there costs a repetition.
+    """
+
+    def end() -> None:
+        typer.echo(
+            f"ds-ckpt: a request did not come back within {drain_seconds:.0f} s of draining and "
+            f"{OVERTIME_SECONDS:.0f} s more; ending. A later start continues",
+            err=True,
+        )
+        os._exit(1)
+
+    def stop(*_: object) -> None:
+        process.stop()
+        timer = threading.Timer(drain_seconds + OVERTIME_SECONDS, end)
+        timer.daemon = True
+        timer.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
 
 
 @app.command()
@@ -223,6 +269,7 @@ def restore(
     Example: ds-ckpt restore --from s3://bucket/run-7 --to /ckpt
     """
     with _errors(), _reading(source) as store, ThreadPoolExecutor(streams) as pool:
+        _keep_apart(source, to)
         job = Restore(store, pool, streams=streams, clock=SystemClock(), rng=system_random())
         with render.progress_bar("restore", wanted=not as_json) as (total, advance):
             result = job.run(
@@ -245,6 +292,7 @@ def restore(
                     "fetched_bytes": result.fetched_bytes,
                     "reused_bytes": result.reused_bytes,
                     "set_aside": result.set_aside,
+                    "damaged": dict(job.catalog.damaged),
                     "seconds": round(result.seconds, 3),
                 }
             )

@@ -154,13 +154,13 @@ def print_status(
         for name in ("TAG", "STATE", "DONE", "SINCE", "REASON"):
             table.add_column(name, overflow="fold")
         for save in saves:
-            share = 100 if not save.bytes_total else 100 * save.bytes_done // save.bytes_total
+            share = f"{100 * save.bytes_done // save.bytes_total} %" if save.bytes_total else ""
             reason = save.reason or (
                 f"waiting for nodes {', '.join(node[:8] for node in save.waiting_for)}"
                 if save.waiting_for
                 else ""
             )
-            table.add_row(save.tag, save.state, f"{share} %", f"{now - save.time:.0f} s", reason)
+            table.add_row(save.tag, save.state, share, f"{now - save.time:.0f} s", reason)
         console.print(table)
 
 

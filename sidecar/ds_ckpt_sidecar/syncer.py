@@ -80,6 +80,21 @@ class Syncer:
 
     # ---- what a caller asks
 
+    def look_up_committed(self) -> None:
+        """Tell the trainer, before it decides what to resume from, what the store holds.
+
+        Nothing is owned for that: a trainer that finds an empty volume must hear of a checkpoint
+        at once.
+        """
+        try:
+            newest = self._catalog.latest()
+        except (CkptError, OSError) as error:
+            self._failures.error("latest", "latest.unreadable", error=str(error))
+            return
+        if newest is not None and self._settings.run_id in ("", newest.run_id):
+            self._run_id = self._run_id or newest.run_id
+            self._note_committed(newest.time_ms, newest.tag, newest.save_id)
+
     def unfinished(self) -> list[Save]:
         """Saves of this volume that this sidecar can still do something for."""
         return [save for save in self._saves.values() if save.state not in DECIDED | RESTING]

@@ -428,13 +428,18 @@ class Catalog:
         self.store.delete(f"{_HOLDS}{hold_id}.json")
 
     def held(self, store_time: float) -> set[str]:
-        """Save ids that a live hold protects, by the store's own clock."""
+        """Save ids that a live hold protects, by the store's own clock.
+
+        A hold that has been over for as long again, left by a restore that was killed, is removed.
+        """
         protected = set()
         for info in self.store.list(_HOLDS):
             with contextlib.suppress(NotFoundError, InputError):
                 document = parse(Hold, self.store.get(info.key)[0])
                 if info.modified + document.seconds > store_time:
                     protected.add(document.save_id)
+                elif info.modified + 2 * document.seconds <= store_time:
+                    self.store.delete(info.key)
         return protected
 
     # ---- objects

@@ -23,6 +23,7 @@
     |   `-- RefusedError           the store cannot do this at all (no bucket, bad request)
     |-- OwnershipError             another run holds the prefix
     |-- WeakStoreError             the store lacks what the protocol needs
+    |-- NoRoomError                the volume has too little room; nothing was begun
     |-- DamagedError               a committed checkpoint does not match its record
     |-- NothingCommittedError      there is no committed checkpoint to take
     |-- PausedError                work was asked to stop and can be continued
@@ -138,6 +139,10 @@ class OwnershipError(CkptError):
 
 class WeakStoreError(CkptError):
     """The store lacks something that the protocol needs."""
+
+
+class NoRoomError(CkptError):
+    """The volume has too little room for what was asked; nothing was begun."""
 
 
 class DamagedError(CkptError):

@@ -31,6 +31,7 @@ from ds_ckpt_store.errors import (
     CkptError,
     DamagedError,
     ManifestError,
+    NoRoomError,
     NothingCommittedError,
     SettingsError,
     StoreError,
@@ -100,7 +101,7 @@ class Restore:
         Raises:
             NothingCommittedError: no committed checkpoint fits.
             DamagedError: an object is missing or differs; it is named, and nothing got its name.
-            SettingsError: there is not enough room.
+            NoRoomError: there is not enough room.
         """
         started = self._clock.monotonic()
         record = self.catalog.find(tag, save_id)
@@ -199,7 +200,7 @@ class Restore:
         needed = sum(shard.size for shard in todo) - placed.already_staged(todo)
         space = volume.fs.space(volume.path)
         if needed + HEADROOM > space.free and needed > 0:
-            raise SettingsError(
+            raise NoRoomError(
                 f"{volume.path} has {space.free} bytes free and the checkpoint needs {needed} more "
                 f"(and {HEADROOM} to spare): make room or use a larger volume; nothing was fetched"
             )

@@ -3,7 +3,7 @@
 Record first: a checkpoint stops being one before its first byte goes, so whatever dies in between
 leaves a tombstone with some objects, never a committed record without them. Only the newest
 epoch deletes. Never deleted: what ``latest`` names, a pinned one, a held one, one that a live
-attempt resumed from, and the last one left.
+attempt resumed from, one that is further in training than the newest, and the last one left.
 """
 
 from __future__ import annotations
@@ -38,11 +38,24 @@ def expired(
         Oldest first.
     """
     own = sorted((record for record in committed if record.run_id == run_id), key=_order)
+    newest_step = own[-1].step if own else None
     return [
         record
         for record in own[: -max(keep_last, 1)]
-        if not record.pin and record.save_id != latest and record.save_id not in protected
+        if not record.pin
+        and record.save_id != latest
+        and record.save_id not in protected
+        and not _is_further(record.step, newest_step)
     ]
+
+
+def _is_further(step: int | None, newest: int | None) -> bool:
+    """Whether a checkpoint is further in training than the newest one.
+
+    Then training was begun anew, or further back: perhaps by mistake, and what would be given up
+    is days of work. It goes once training has come as far again.
+    """
+    return step is not None and newest is not None and step > newest
 
 
 def _order(record: Record) -> tuple[int, int, str]:
@@ -112,7 +125,8 @@ class Retention:
                 continue
             if record.save_id in held:
                 continue
-            if lease.store_time - self._catalog.record_modified(record.save_id) < self._pause:
+            age = lease.store_time - self._catalog.record_modified(record.save_id)
+            if self._pause > 0 and age < self._pause:
                 continue
             objects += self._catalog.delete_objects(key for key, _ in record.objects())
             if self._catalog.replace(record, purged=True) is not None:

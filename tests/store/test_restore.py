@@ -17,6 +17,7 @@ from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import (
     AccessError,
     DamagedError,
+    NoRoomError,
     NothingCommittedError,
     PausedError,
     SettingsError,
@@ -340,7 +341,7 @@ class Small(Filesystem):
 
 def test_no_room_is_said_before_a_byte_moves(scene: Scene) -> None:
     scene.prefix.commit("t", {"x": bytes(2 * MIB)})
-    with pytest.raises(SettingsError, match=f"needs {2 * MIB} more"):
+    with pytest.raises(NoRoomError, match=f"needs {2 * MIB} more"):
         scene.restore(Volume(str(scene.folder), Small()))
     assert scene.fetched() == 0
     assert scene.files() == {}
@@ -352,7 +353,7 @@ def test_room_is_judged_by_what_lies_on_the_disk_and_not_by_lengths(scene: Scene
     staged.parent.mkdir(parents=True)
     with staged.open("wb") as file:
         file.truncate(2 * MIB)  # as an interrupted restore leaves it: a hole
-    with pytest.raises(SettingsError, match="make room"):
+    with pytest.raises(NoRoomError, match="make room"):
         scene.restore(Volume(str(scene.folder), Small()))
 
 

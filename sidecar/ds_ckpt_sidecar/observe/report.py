@@ -29,6 +29,7 @@ class Reporter:
         self._failures = failures
         self._version = version
         self._last: dict[str, SaveStatus] = {}
+        self._unwritten: dict[str, SaveStatus] = {}
         self._next_beat = 0.0
         self._error: tuple[str, float] = ("", 0.0)
 
@@ -44,8 +45,15 @@ class Reporter:
         ):
             return
         self._last[status.save_id] = status
+        self._unwritten[status.save_id] = status
+        self._write_saves()
+
+    def _write_saves(self) -> None:
+        """Write what is not written yet: all of it, once a full disk has room again."""
         try:
-            self._volume.write_save_status(status)
+            for save_id, status in list(self._unwritten.items()):
+                self._volume.write_save_status(status)
+                del self._unwritten[save_id]
         except OSError as error:
             self._unwritable(error)
 
@@ -75,6 +83,7 @@ class Reporter:
         if monotonic < self._next_beat and not now:
             return
         self._next_beat = monotonic + HEARTBEAT_SECONDS
+        self._write_saves()
         try:
             space = self._volume.fs.space(self._volume.path)
             status = SidecarStatus.model_validate(

@@ -58,6 +58,8 @@ SaveId = Annotated[str, _formed(names.is_save_id, "a save id")]
 NodeId = Annotated[str, _formed(names.is_node_id, "a node id")]
 Crc = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
+# To the year 9999, so that a save id has room for it and a calendar can show it.
+TimeMs = Annotated[int, Field(ge=0, lt=253_402_300_800_000)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Protection = Literal["hardlink", "reflink", "copy", "none"]
 SaveState = Literal[
@@ -147,7 +149,7 @@ class SaveInfo(Document):
     attempt: Identifier
     save_id: SaveId
     tag: Tag
-    time_ms: Natural
+    time_ms: TimeMs
     step: Natural | None = None
     kind: Identifier = "checkpoint"
     metrics: dict[Identifier, float | None] = Field(default_factory=dict, max_length=256)
@@ -281,7 +283,7 @@ class SidecarStatus(Document):
     backlog_bytes: int = 0
     free_bytes: int = 0
     total_bytes: int = 0
-    newest_committed_ms: int = 0
+    newest_committed_ms: TimeMs = 0
     newest_committed_tag: str = ""
     newest_committed_save: str = ""
     epoch: int = 0
@@ -309,7 +311,7 @@ class Restored(Document):
     run_id: str
     save_id: str
     tag: str
-    time_ms: Natural
+    time_ms: TimeMs
     epoch: int
     step: int | None = None
     world_size: int = 1
