@@ -97,6 +97,7 @@ def change(**fields: Any) -> Callable[[dict[str, Any]], None]:
         {"nodes": []},
         {"world_size": 10**30},
         {"time_ms": -5},
+        {"time_ms": 10**18},
         {"save_id": "018bcfe56800-0000000000000009"},
         {"metrics": {"x": "NaN" * 1000}},
         {"run_id": "\ud800"},

@@ -277,3 +277,30 @@ def test_a_server_that_is_down_at_start_is_named_and_waited_for(
         assert agent.end() == 0
     door.close()
     check_s3(seaweed, bucket, ["t"])
+
+
+def test_a_store_that_answers_nothing_does_not_keep_it_from_ending(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    trainer.save("t", {"x": 100})
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
+        environ = {
+            "DS_CKPT_S3_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "AWS_ACCESS_KEY_ID": "k",
+            "AWS_SECRET_ACCESS_KEY": "s",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }
+        with agent_process(
+            tmp_path / "log",
+            trainer.volume.path,
+            "s3://bucket/run",
+            "--drain-seconds",
+            "0.5",
+            environ=environ,
+        ) as agent:
+            agent.wait_for("agent.started")
+            connection, _ = silent.accept()
+            with connection:
+                # One request alone would be waited for longer than this.
+                assert agent.end(signal.SIGTERM) == 1
+            assert "A later start continues" in agent.output()

@@ -282,3 +282,16 @@ def test_a_save_that_retention_gave_up_leaves_the_volume(world: World, trainer: 
     world.once(trainer.volume.path)
     assert not Path(trainer.folder(old)).exists()
     assert status(trainer.volume.path, old.save_id).state == "cleaned"
+
+
+def test_an_agent_on_an_empty_volume_tells_at_once_what_the_store_holds(
+    world: World, trainer: Trainer, tmp_path: Path
+) -> None:
+    trainer.save("t", {"x": 10})
+    assert world.once(trainer.volume.path) == 0
+    fresh = Trainer(tmp_path / "fresh")
+    assert world.once(fresh.volume.path) == 0
+    sidecar = fresh.volume.sidecar_status()
+    assert sidecar is not None
+    assert sidecar.newest_committed_tag == "t"
+    assert sidecar.run_id == trainer.run_id

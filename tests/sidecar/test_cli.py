@@ -174,6 +174,16 @@ def test_restore_brings_the_newest_back(filled: Filled, tmp_path: Path) -> None:
     assert (again["fetched_bytes"], again["set_aside"]) == (0, "")
 
 
+def test_restore_tells_what_it_passed_over(filled: Filled, tmp_path: Path) -> None:
+    (record,) = (filled.store / ".ds_ckpt/checkpoints").glob(
+        f"{filled.manifests['step3'].save_id}*"
+    )
+    record.write_text("{bad")
+    document = as_json("restore", "--from", filled.url, "--to", str(tmp_path / "new"))
+    assert document["tag"] == "a/ü 1%"
+    assert list(document["damaged"]) == [f".ds_ckpt/checkpoints/{record.name}"]
+
+
 def test_restore_takes_a_tag_or_a_save(filled: Filled, tmp_path: Path) -> None:
     to = str(tmp_path / "new")
     assert run("restore", "--from", filled.url, "--to", to, "--tag", "a/ü 1%").exit_code == 0
@@ -303,6 +313,18 @@ def test_a_setting_that_cannot_work_is_named(tmp_path: Path, variable: str, valu
 def test_the_command_line_is_over_the_environment(filled: Filled) -> None:
     result = run("agent", *filled.agent("--once", "--streams", "2"), DS_CKPT_STREAMS="0")
     assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("below", ["", "/inside"])
+def test_a_store_on_the_volume_is_wrong_use(tmp_path: Path, below: str) -> None:
+    trainer = Trainer(tmp_path / "volume", seed=1)
+    url = (tmp_path / "volume").as_uri() + below
+    result = run("agent", "--once", "--volume", trainer.volume.path, "--destination", url)
+    assert result.exit_code == 2
+    assert "within each other" in result.output
+    result = run("restore", "--from", url, "--to", trainer.volume.path)
+    assert result.exit_code == 2
+    assert "within each other" in result.output
 
 
 def test_a_volume_that_does_not_exist_is_named(tmp_path: Path) -> None:

@@ -245,3 +245,38 @@ def test_a_record_that_was_pinned_meanwhile_is_not_given_up(prefix: Prefix) -> N
     assert retention(prefix, pause=0).apply(lease(prefix)).deleted == ()
     assert states(prefix)["old"] == "committed"
     assert objects(prefix, old) == 1
+
+
+def test_what_is_further_in_training_than_the_newest_is_not_given_up() -> None:
+    """Training was begun anew by mistake: its first saves must not cost the days before it."""
+    before = [a_record(number, step=100 * number) for number in (1, 2, 3)]
+    anew = [a_record(number, step=number, epoch=2) for number in (4, 5, 6)]
+
+    def gone(committed: list[Record]) -> list[int]:
+        latest = committed[-1].save_id
+        given_up = expired(committed, keep_last=1, run_id="run", latest=latest, protected=())
+        return [record.time_ms for record in given_up]
+
+    assert gone([*before, *anew]) == [4, 5]
+    assert gone([*before, *anew, a_record(7, step=250, epoch=2)]) == [1, 2, 4, 5, 6]
+    assert gone([*before, *anew, a_record(7, step=301, epoch=2)]) == [1, 2, 3, 4, 5, 6]
+
+
+def test_without_a_pause_one_pass_is_enough(prefix: Prefix) -> None:
+    old = prefix.commit("old")
+    prefix.commit("new")
+    lease = prefix.catalog.own("run", prefix.attempt(), NODE)
+    done = Retention(prefix.catalog, "run", keep_last=1, pause=0.0).apply(lease)
+    assert done.purged == (old.save_id,)
+    assert prefix.stored_keys(f"{old.folder}/") == []
+
+
+def test_a_hold_that_a_killed_restore_left_is_removed_in_the_end(prefix: Prefix) -> None:
+    record = prefix.commit("t")
+    prefix.catalog.hold(record.save_id, "h", seconds=100)
+    prefix.clock.now += 150
+    assert prefix.catalog.held(prefix.clock.now) == set()
+    assert prefix.stored_keys(".ds_ckpt/holds/") != [], "it may still come back"
+    prefix.clock.now += 100
+    assert prefix.catalog.held(prefix.clock.now) == set()
+    assert prefix.stored_keys(".ds_ckpt/holds/") == []
