@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,9 +32,16 @@ def emit_json(document: Any) -> None:
     sys.stdout.write("\n")
 
 
+PIPE_WIDTH = 240
+
+
 def _console() -> Console:
-    """Standard output; tags and paths are printed as they are, whatever they look like."""
-    return Console(markup=False, emoji=False, highlight=False)
+    """Standard output; tags and paths are printed as they are, whatever they look like.
+
+    Into a pipe or a file each row is one line.
+    """
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE_WIDTH
+    return Console(markup=False, emoji=False, highlight=False, width=width)
 
 
 def moment(milliseconds: int) -> str:
