@@ -67,7 +67,7 @@ def test_waiting_for_the_other_node_holds_up_nothing(world: World, pair: Pair) -
     alone = pair.nodes[0].save("alone", {"x": 10})
     with world.running(pair.paths[0]):
         until(lambda: world.states() == {"alone": "committed"})
-        assert status(pair.paths[0], alone.save_id).state == "committed"
+        until(lambda: status(pair.paths[0], alone.save_id).state == "committed")
         assert world.latest() == "alone"
         world.once(pair.paths[1])
         until(lambda: world.states() == {"both": "committed", "alone": "committed"})
