@@ -50,7 +50,6 @@ from ds_ckpt_store.errors import (
 from ds_ckpt_store.records import Hold, Intent, Owner, Receipt, Record
 from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, ObjectInfo, Store
 
-LATEST = "latest"
 _OWN = names.VOLUME_DIR
 _OWNER = f"{_OWN}/owner.json"
 _SAVES = f"{_OWN}/saves/"
@@ -372,7 +371,7 @@ class Catalog:
     def latest_text(self) -> str | None:
         """What ``latest`` says, or None if there is no such object."""
         with contextlib.suppress(NotFoundError):
-            return self.store.get(LATEST)[0][:4096].decode(errors="replace").strip()
+            return self.store.get(names.LATEST)[0][:4096].decode(errors="replace").strip()
         return None
 
     def point(self, record: Record) -> bool:
@@ -384,11 +383,11 @@ class Catalog:
         Raises:
             UnknownSchemaError: it names a record of a newer version than ours; it stays.
         """
-        rounds = self._rounds("point", LATEST)
+        rounds = self._rounds("point", names.LATEST)
         while True:
             next(rounds)
             try:
-                raw, info = self.store.get(LATEST)
+                raw, info = self.store.get(names.LATEST)
             except NotFoundError:
                 condition: IfAbsent | IfVersion = IfAbsent()
             else:
@@ -400,7 +399,9 @@ class Catalog:
             if now is None or now.state != "committed":
                 return False
             with contextlib.suppress(PreconditionError, AmbiguousError):
-                self.store.put(LATEST, BytesSource(record.folder.encode()), condition=condition)
+                self.store.put(
+                    names.LATEST, BytesSource(record.folder.encode()), condition=condition
+                )
                 return True
 
     def _named_by(self, folder: str) -> Record | None:

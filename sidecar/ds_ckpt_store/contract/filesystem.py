@@ -17,7 +17,6 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ds_ckpt_store.contract import names
 from ds_ckpt_store.errors import ManifestError
 
 FILE_MODE = 0o664
@@ -383,12 +382,3 @@ class Filesystem:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-def is_inside(path: str) -> bool:
-    """Whether a relative path passes :func:`names.check_relative_path`."""
-    try:
-        names.check_relative_path(path)
-    except ManifestError:
-        return False
-    return True

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ds_ckpt_store.errors import CkptError
 
@@ -36,9 +36,13 @@ class Job:
     done: Callable[[Any], None] | None = None
 
 
-Story = Generator[Sequence[Job], list[Any], None]
+ResultT = TypeVar("ResultT")
+Steps = Generator[Sequence[Job], list[Any], ResultT]
 """Yields batches of at least one job; each yield gives the results in order, or raises the first
 error, once no job of the batch runs any more."""
+
+Story = Steps[None]
+"""All steps of one shard; a story is made of steps by ``yield from``."""
 
 
 @dataclass(eq=False)

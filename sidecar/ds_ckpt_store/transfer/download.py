@@ -13,12 +13,11 @@ checked. Descriptors: at most two for each of ``streams`` files.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
 
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.digest import combine_all, crc32c, crc32c_of_fd, to_hex
@@ -30,7 +29,7 @@ from ds_ckpt_store.errors import (
     TransientError,
 )
 from ds_ckpt_store.stores.port import Store
-from ds_ckpt_store.transfer.coordinator import Coordinator, Job, Story
+from ds_ckpt_store.transfer.coordinator import Coordinator, Job, Steps, Story
 from ds_ckpt_store.transfer.plan import PREFERRED_PART
 from ds_ckpt_store.transfer.proof import read_crc32c
 from ds_ckpt_store.transfer.ranges import Range, RangeList, cover
@@ -38,9 +37,6 @@ from ds_ckpt_store.transfer.ranges import Range, RangeList, cover
 RANGE_TRIES = 4
 SHARD_TRIES = 2
 _PAUSE_SECONDS = 0.1
-
-ResultT = TypeVar("ResultT")
-Steps = Generator[Sequence[Job], list[Any], ResultT]
 
 
 @dataclass(frozen=True)

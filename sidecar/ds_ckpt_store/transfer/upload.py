@@ -18,12 +18,12 @@ Descriptors: at most ``streams`` shards are open at a time.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.digest import combine_all, to_hex
@@ -35,7 +35,7 @@ from ds_ckpt_store.errors import (
     StoreError,
 )
 from ds_ckpt_store.stores.port import ObjectInfo, Part, Proof, Store, Upload
-from ds_ckpt_store.transfer.coordinator import Coordinator, Job, Story
+from ds_ckpt_store.transfer.coordinator import Coordinator, Job, Steps, Story
 from ds_ckpt_store.transfer.plan import PREFERRED_PART, PartPlan, plan_parts, sent_whole
 from ds_ckpt_store.transfer.proof import (
     check_head,
@@ -53,7 +53,6 @@ SHARD_TRIES = 3
 _PAUSE_SECONDS = 0.1
 
 ResultT = TypeVar("ResultT")
-Steps = Generator[Sequence[Job], list[Any], ResultT]
 
 
 @dataclass(frozen=True)
