@@ -18,6 +18,7 @@
     |   |-- CorruptionError        the store refused the bytes, or holds other bytes
     |   |-- TransientError         may heal by itself: retry
     |   |   |-- ThrottledError     the store asks for less: retry slower
+    |   |   |-- ExpiredError       credentials expired: they are taken anew for the next call
     |   |   `-- AmbiguousError     the write may have been applied, or may be applied later
     |   |-- AccessError            credentials missing, wrong, expired, or not allowed
     |   `-- RefusedError           the store cannot do this at all (no bucket, bad request)
@@ -119,6 +120,10 @@ class TransientError(StoreError):
 
 class ThrottledError(TransientError):
     """The store asks for fewer requests (503 SlowDown, 429)."""
+
+
+class ExpiredError(TransientError):
+    """The credentials have expired; the store takes them anew before its next call."""
 
 
 class AmbiguousError(TransientError):

@@ -263,7 +263,7 @@ def test_status_files_that_are_garbage_are_said_and_hide_nothing_else(filled: Fi
     ("url", "why"),
     [
         ("gopher://x", "unknown kind of store 'gopher'"),
-        ("no-url", "unknown kind of store"),
+        ("no-url", "names no kind of store"),
         ("s3://", "bucket"),
         ("file://host/x", "host"),
         ("file:///x?y=1", "no query"),

@@ -1,27 +1,48 @@
 """Stores behind one port; :func:`open_store` opens one by its URL.
 
-Only ``stores/<provider>`` knows a provider's SDK, and it is imported when a URL asks for it.
+Only ``stores/<provider>`` knows a provider's SDK, and it is imported when a URL asks for it. Each
+provider is a module with a function ``open_url(url, environ, stall_seconds)``.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
+from typing import cast
 from urllib.parse import urlsplit
 
 from ds_ckpt_store.errors import MissingExtraError, SettingsError
 from ds_ckpt_store.stores.port import Store
 
-SCHEMES = ("file", "s3")
+STALL_SECONDS = 60.0
+
+# Scheme of a URL: the provider's module here, and the extra that brings its SDK.
+PROVIDERS = {
+    "file": ("file", ""),
+    "s3": ("s3", "s3"),
+    "gs": ("gcs", "gcs"),
+    "az": ("azure", "azure"),
+    "https": ("azure", "azure"),
+}
+ANY_OTHER = ("fsspec", "fsspec")
 
 
-def open_store(url: str, environ: Mapping[str, str] | None = None) -> Store:
+def open_store(
+    url: str,
+    environ: Mapping[str, str] | None = None,
+    *,
+    stall_seconds: float = STALL_SECONDS,
+) -> Store:
     """Open the store at a URL; nothing is sent yet.
 
     Args:
-        url: ``s3://bucket/prefix`` or ``file:///folder``.
+        url: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``,
+            ``https://account.blob.core.windows.net/container/prefix``, ``file:///folder``, or what
+            the installed fsspec knows.
         environ: where the provider's settings are looked up (``DS_CKPT_S3_*``); the process's
             environment if None. Credentials are the SDK's own business.
+        stall_seconds: a connection on which nothing moves for so long is given up.
 
     Raises:
         SettingsError: the URL or a setting cannot work.
@@ -31,17 +52,14 @@ def open_store(url: str, environ: Mapping[str, str] | None = None) -> Store:
     parts = urlsplit(url)
     if parts.query or parts.fragment:
         raise SettingsError(f"{url!r}: a destination has no query and no fragment")
-    if parts.scheme == "file":
-        from ds_ckpt_store.stores.file import FileStore
-
-        return FileStore.from_url(url)
-    if parts.scheme == "s3":
-        try:
-            from ds_ckpt_store.stores.s3 import S3Options, S3Store
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(f"{parts.scheme}:// ({error.name})", "s3") from None
-        return S3Store.from_url(url, S3Options.from_environ(environ))
-    raise SettingsError(
-        f"{url!r}: unknown kind of store {parts.scheme!r}; known are "
-        + ", ".join(f"{scheme}://" for scheme in SCHEMES)
-    )
+    if not parts.scheme:
+        raise SettingsError(
+            f"{url!r}: names no kind of store; write "
+            + ", ".join(f"{scheme}://" for scheme in PROVIDERS)
+        )
+    module, extra = PROVIDERS.get(parts.scheme, ANY_OTHER)
+    try:
+        provider = importlib.import_module(f"{__name__}.{module}")
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(f"{parts.scheme}:// ({error.name})", extra) from None
+    return cast(Store, provider.open_url(url, environ, stall_seconds))

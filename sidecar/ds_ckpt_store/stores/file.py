@@ -65,6 +65,12 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 _PUBLISHING = threading.Lock()
 
 
+def open_url(url: str, environ: Mapping[str, str], stall_seconds: float) -> FileStore:
+    """See :func:`ds_ckpt_store.stores.open_store`; a folder has no settings."""
+    del environ, stall_seconds
+    return FileStore.from_url(url)
+
+
 class FileStore:
     """The store in one folder. The folder is made by the first write, its parent is not.
 

@@ -26,8 +26,12 @@ class Proof(enum.Enum):
 
     STORED_CHECKSUM = "stored-checksum"
     """Refuses a wrong CRC32C, and returns the whole object's CRC32C when asked."""
+    WRITTEN_CHECKSUM = "written-checksum"
+    """Reads again what it has written, and returns the CRC32C of that with each part and object."""
     SIGNED_PAYLOAD = "signed-payload"
     """Refuses a body that does not match the SHA-256 in the request's signature."""
+    CONTENT_CRC64 = "content-crc64"
+    """Refuses a body that does not match its CRC-64/NVME."""
     CONTENT_MD5 = "content-md5"
     """Refuses a body that does not match its MD5."""
     READ_BACK = "read-back"
@@ -52,14 +56,19 @@ class Capabilities:
     Attributes:
         conditional_create: a put with :class:`IfAbsent` fails if the object exists.
         swap: a put with :class:`IfVersion` fails if the object has another version.
+        parts: an object can be sent in parts; without them each object is sent by one put.
         resumable: parts of an unfinished upload survive this process.
+        request_memory: bytes that one request with a body holds at most, beside its source's
+            buffer: what the SDK copies.
         proofs: the proofs that may be tried, strongest first; READ_BACK always works.
         limits: sizes and counts.
     """
 
     conditional_create: bool = True
     swap: bool = True
+    parts: bool = True
     resumable: bool = True
+    request_memory: int = 1 << 20
     proofs: tuple[Proof, ...] = (Proof.STORED_CHECKSUM, Proof.READ_BACK)
     limits: Limits = field(default_factory=Limits)
 
@@ -107,10 +116,28 @@ class Source(Protocol):
 
     @property
     def crc32c(self) -> int:
-        """CRC32C of those bytes, computed before they are sent."""
+        """CRC32C of those bytes; computed when it is first asked for, which reads them all."""
 
     def open(self) -> BinaryIO:
         """A seekable reader over exactly those bytes; ``read`` may return a memoryview."""
+
+
+class FileSource:
+    """Base of a source that is a range of an open file; a store may copy it within the kernel.
+
+    Attributes:
+        fd: descriptor opened for reading.
+        offset: where its bytes begin.
+        size: bytes.
+    """
+
+    def __init__(self, fd: int, offset: int, size: int) -> None:
+        self.fd = fd
+        self.offset = offset
+        self.size = size
+
+    def pace(self, size: int) -> None:
+        """Wait until ``size`` more bytes may move; whoever reads through ``open`` need not."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,15 @@ because a store is told it before the body.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
+from collections.abc import Callable
 from typing import Any, BinaryIO, cast
 
 from ds_ckpt_store.contract.digest import CHUNK, crc32c_of_fd
 from ds_ckpt_store.errors import ShardChangedError, ShardUnreadableError
+from ds_ckpt_store.stores.port import FileSource
 
 
 def size_of(fd: int, name: str) -> int:
@@ -28,31 +31,49 @@ def size_of(fd: int, name: str) -> int:
         raise ShardUnreadableError(f"{name} cannot be examined: {error.strerror}") from error
 
 
-class FileSlice:
-    """``size`` bytes from ``offset`` of an open file, with their checksum; a port ``Source``.
+class FileSlice(FileSource):
+    """``size`` bytes from ``offset`` of an open file; a port ``Source``.
 
     Args:
         fd: descriptor opened for reading; it must stay open as long as the slice is used.
         offset: first byte.
         size: bytes.
         name: of the shard, for messages.
-
-    Raises:
-        ShardChangedError: the file is shorter.
-        ShardUnreadableError: the system cannot read it.
+        pace: called with the size of each piece before it is handed out to be sent; may wait.
     """
 
-    def __init__(self, fd: int, offset: int, size: int, name: str) -> None:
-        self.size = size
-        self._fd = fd
-        self._offset = offset
+    def __init__(
+        self,
+        fd: int,
+        offset: int,
+        size: int,
+        name: str,
+        pace: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(fd, offset, size)
         self._name = name
+        self._pace = pace
+
+    def pace(self, size: int) -> None:
+        """Wait as ``pace`` was told to."""
+        if self._pace is not None:
+            self._pace(size)
+
+    @functools.cached_property
+    def crc32c(self) -> int:
+        """CRC32C of the bytes, which are read for it once.
+
+        Raises:
+            ShardChangedError: the file is shorter.
+            ShardUnreadableError: the system cannot read it.
+        """
         try:
-            self.crc32c, count = crc32c_of_fd(fd, offset, size)
+            value, count = crc32c_of_fd(self.fd, self.offset, self.size)
         except OSError as error:
-            raise _unreadable(name, error) from error
-        if count < size:
-            raise _short(name, offset + count)
+            raise _unreadable(self._name, error) from error
+        if count < self.size:
+            raise _short(self._name, self.offset + count)
+        return value
 
     def open(self) -> BinaryIO:
         """A reader over the slice.
@@ -60,10 +81,10 @@ class FileSlice:
         Raises:
             ShardChangedError: the file has become too short.
         """
-        size = size_of(self._fd, self._name)
-        if size < self._offset + self.size:
+        size = size_of(self.fd, self._name)
+        if size < self.offset + self.size:
             raise _short(self._name, size)
-        return cast(BinaryIO, SliceReader(self._fd, self._offset, self.size, self._name))
+        return cast(BinaryIO, SliceReader(self, self._name))
 
 
 class SliceReader(io.RawIOBase):
@@ -74,14 +95,15 @@ class SliceReader(io.RawIOBase):
     reads through ``io.BufferedReader``. Without a size, ``read`` gives all that is left, as bytes.
     """
 
-    def __init__(self, fd: int, offset: int, size: int, name: str) -> None:
+    def __init__(self, part: FileSlice, name: str) -> None:
         super().__init__()
-        self._fd = fd
-        self._offset = offset
-        self._size = size
+        self._fd = part.fd
+        self._offset = part.offset
+        self._size = part.size
+        self._pace = part.pace
         self._name = name
         self._position = 0
-        self._view = memoryview(bytearray(min(CHUNK, size)))
+        self._view = memoryview(bytearray(min(CHUNK, part.size)))
 
     def __len__(self) -> int:
         return self._size
@@ -123,6 +145,7 @@ class SliceReader(io.RawIOBase):
         if count == 0:
             return buffer[:0]
         start = self._offset + self._position
+        self._pace(count)
         try:
             got = os.preadv(self._fd, [buffer[:count]], start)
         except OSError as error:

@@ -1,14 +1,9 @@
-"""What every store promises, by one suite. A store joins with one entry in ``OPENERS``.
-
-An opener returns a function that opens the same, empty prefix as often as it is called: each call
-is another process, which shares nothing with the first but what is stored.
-"""
+"""What every store promises, by one suite. A store joins with one entry in ``openers.OPENERS``."""
 
 from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import BinaryIO
@@ -23,8 +18,6 @@ from ds_ckpt_store.errors import (
     PreconditionError,
     StoreError,
 )
-from ds_ckpt_store.stores.file import FileStore
-from ds_ckpt_store.stores.memory import MemoryBucket, MemoryStore
 from ds_ckpt_store.stores.port import (
     BytesSource,
     IfAbsent,
@@ -33,46 +26,9 @@ from ds_ckpt_store.stores.port import (
     Proof,
     Store,
 )
-from ds_ckpt_store.stores.retry import RetryStore
-from ds_ckpt_store.stores.swap_by_create import SwapByCreate
+from tests.store.stores.openers import OPENERS, Open
 
-Open = Callable[[], Store]
 MIB = 1 << 20
-
-
-def open_memory(request: pytest.FixtureRequest) -> Open:
-    bucket = MemoryBucket(SystemClock())
-    return lambda: MemoryStore(bucket)
-
-
-def open_file(request: pytest.FixtureRequest) -> Open:
-    root = request.getfixturevalue("tmp_path") / "root"
-    return lambda: FileStore(str(root))
-
-
-def open_s3(request: pytest.FixtureRequest) -> Open:
-    server = request.getfixturevalue("seaweed")
-    bucket = server.bucket()
-    return lambda: server.store(bucket)
-
-
-def open_retry(request: pytest.FixtureRequest) -> Open:
-    inner = open_memory(request)
-    return lambda: RetryStore(inner(), SystemClock(), random.Random(1))
-
-
-def open_swap_by_create(request: pytest.FixtureRequest) -> Open:
-    bucket = MemoryBucket(SystemClock())
-    return lambda: SwapByCreate(MemoryStore(bucket, honours_swap=False))
-
-
-OPENERS = {
-    "memory": open_memory,
-    "file": open_file,
-    "s3": open_s3,
-    "retry": open_retry,
-    "swap-by-create": open_swap_by_create,
-}
 
 
 @pytest.fixture(params=OPENERS)

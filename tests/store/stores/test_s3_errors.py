@@ -27,7 +27,7 @@ from ds_ckpt_store.errors import (
 from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, Proof, Upload
 from ds_ckpt_store.stores.s3 import S3Options, S3Store
-from ds_ckpt_store.stores.s3_answers import kind_of
+from ds_ckpt_store.stores.s3.answers import kind_of
 from tests.servers import S3
 
 CALLS = {

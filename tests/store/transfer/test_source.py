@@ -68,7 +68,7 @@ def test_buffered_reading_never_gives_more_than_was_asked_for(fd: int) -> None:
 
 def test_a_file_that_is_too_short_has_changed(fd: int) -> None:
     with pytest.raises(ShardChangedError, match=r"rank0\.pt"):
-        FileSlice(fd, 0, len(DATA) + 1, "rank0.pt")
+        _ = FileSlice(fd, 0, len(DATA) + 1, "rank0.pt").crc32c
 
 
 def test_truncation_is_noticed_when_opening_and_while_reading(fd: int) -> None:
@@ -86,6 +86,6 @@ def test_an_error_of_the_system_is_named(tmp_path: Path) -> None:
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
         with pytest.raises(ShardUnreadableError, match=r"rank0\.pt .*directory"):
-            FileSlice(folder, 0, 10, "rank0.pt")
+            _ = FileSlice(folder, 0, 10, "rank0.pt").crc32c
     finally:
         os.close(folder)

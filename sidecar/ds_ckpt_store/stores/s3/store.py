@@ -1,4 +1,4 @@
-"""``s3://``: S3 and what speaks its protocol, by boto3. The only module that knows boto3.
+"""``s3://``: S3 and what speaks its protocol, by boto3.
 
 What is taken from boto3 is signing, credentials, connections and parsing. What is not: its
 transfer manager (it cannot resume), its retries (``RetryStore`` does that for every store), its
@@ -15,12 +15,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import urlsplit
 
 import boto3
@@ -41,6 +38,8 @@ from ds_ckpt_store.errors import (
     StoreError,
     TransientError,
 )
+from ds_ckpt_store.stores import STALL_SECONDS
+from ds_ckpt_store.stores.body import Body
 from ds_ckpt_store.stores.port import (
     BytesSource,
     Capabilities,
@@ -54,12 +53,11 @@ from ds_ckpt_store.stores.port import (
     Source,
     Upload,
 )
-from ds_ckpt_store.stores.s3_answers import REMEDIES, kind_of
+from ds_ckpt_store.stores.s3.answers import REMEDIES, kind_of
+from ds_ckpt_store.stores.s3.options import S3Options
 
-CONNECT_TIMEOUT = 30  # seconds; urllib3 also gives it to the sending of one piece
-READ_TIMEOUT = 60  # seconds without a byte of the answer
 CONNECTIONS = 64
-PIECE = 1 << 20  # bytes of a body that are sent at once; smaller ones cost more
+PROOFS = (Proof.STORED_CHECKSUM, Proof.SIGNED_PAYLOAD, Proof.CONTENT_MD5, Proof.READ_BACK)
 
 _NO_CREDENTIALS = (
     aws.NoCredentialsError,
@@ -70,50 +68,6 @@ _NO_CREDENTIALS = (
 )
 _NOT_SENT = (aws.EndpointConnectionError, aws.ConnectTimeoutError, aws.ProxyConnectionError)
 
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
-
-
-@dataclass(frozen=True)
-class S3Options:
-    """Where an S3 is; who we are is left to boto3's own chain of credentials.
-
-    Attributes:
-        endpoint_url: ``http(s)://host[:port]``; None: boto3's own (``AWS_ENDPOINT_URL``, else AWS).
-        region: None: boto3's own.
-        path_style: bucket in the path (True) or in the host name (False); None: in the path if an
-            endpoint is set.
-        ca_bundle: file of certificates to trust; None: boto3's own.
-    """
-
-    endpoint_url: str | None = None
-    region: str | None = None
-    path_style: bool | None = None
-    ca_bundle: str | None = None
-
-    @classmethod
-    def from_environ(cls, environ: Mapping[str, str]) -> S3Options:
-        """Read ``DS_CKPT_S3_ENDPOINT``, ``_REGION``, ``_PATH_STYLE`` and ``_CA_BUNDLE``.
-
-        Raises:
-            SettingsError: a value cannot work.
-        """
-        endpoint = environ.get("DS_CKPT_S3_ENDPOINT") or None
-        if endpoint is not None and not re.fullmatch(r"https?://[^/?#]+/?", endpoint):
-            raise SettingsError(f"DS_CKPT_S3_ENDPOINT={endpoint!r}: write http(s)://host[:port]")
-        style = environ.get("DS_CKPT_S3_PATH_STYLE", "").strip().lower()
-        if style and style not in _TRUE + _FALSE:
-            raise SettingsError(f"DS_CKPT_S3_PATH_STYLE={style!r}: write true or false")
-        bundle = environ.get("DS_CKPT_S3_CA_BUNDLE") or None
-        if bundle is not None and not os.path.exists(bundle):
-            raise SettingsError(f"DS_CKPT_S3_CA_BUNDLE={bundle!r}: there is no such file")
-        return cls(
-            endpoint_url=endpoint,
-            region=environ.get("DS_CKPT_S3_REGION") or None,
-            path_style=style in _TRUE if style else None,
-            ca_bundle=bundle,
-        )
-
 
 class S3Store:
     """One prefix of one bucket.
@@ -122,19 +76,29 @@ class S3Store:
         bucket: its name.
         prefix: without slashes at its ends; may be empty.
         options: where the server is.
+        stall_seconds: a connection on which nothing moves for so long is given up.
     """
 
-    def __init__(self, bucket: str, prefix: str, options: S3Options) -> None:
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        options: S3Options,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
         self._bucket = bucket
         self._prefix = prefix
         self._root = prefix + "/" if prefix else ""
         self._options = options
+        self._stall_seconds = stall_seconds
         self._proof = Proof.STORED_CHECKSUM
         self._lock = threading.Lock()
         self._clients: dict[bool, Any] = {}
 
     @classmethod
-    def from_url(cls, url: str, options: S3Options) -> S3Store:
+    def from_url(
+        cls, url: str, options: S3Options, stall_seconds: float = STALL_SECONDS
+    ) -> S3Store:
         """Open ``s3://bucket/prefix``; nothing is sent yet.
 
         Raises:
@@ -145,7 +109,7 @@ class S3Store:
             raise SettingsError("s3://...@...: credentials do not belong into a URL")
         if not parts.netloc:
             raise SettingsError(f"{url!r}: names no bucket; write s3://bucket/prefix")
-        return cls(parts.netloc, parts.path.strip("/"), options)
+        return cls(parts.netloc, parts.path.strip("/"), options, stall_seconds)
 
     # ---- what it is
 
@@ -157,7 +121,7 @@ class S3Store:
     @property
     def capabilities(self) -> Capabilities:
         """What AWS promises; the probe finds out what this server does."""
-        return Capabilities(proofs=tuple(Proof))
+        return Capabilities(proofs=PROOFS)
 
     @property
     def proof(self) -> Proof:
@@ -189,7 +153,7 @@ class S3Store:
             parameters["IfNoneMatch"] = "*"
         elif isinstance(condition, IfVersion):
             parameters["IfMatch"] = condition.version
-        with contextlib.closing(_Body(source, proof)) as body:
+        with contextlib.closing(Body(source, exact=proof is Proof.SIGNED_PAYLOAD)) as body:
             try:
                 answer = self._write("put", key, client.put_object, Body=body, **parameters)
             except NotFoundError as error:
@@ -309,7 +273,7 @@ class S3Store:
     def _put_part(
         self, client: Any, proof: Proof, upload: Upload, number: int, source: Source
     ) -> Part:
-        with contextlib.closing(_Body(source, proof)) as body:
+        with contextlib.closing(Body(source, exact=proof is Proof.SIGNED_PAYLOAD)) as body:
             answer = self._write(
                 "put_part",
                 upload.key,
@@ -466,8 +430,9 @@ class S3Store:
             response_checksum_validation="when_required",
             retries={"mode": "standard", "total_max_attempts": 1},
             max_pool_connections=CONNECTIONS,
-            connect_timeout=CONNECT_TIMEOUT,
-            read_timeout=READ_TIMEOUT,
+            # urllib3 gives this one also to the sending of one piece.
+            connect_timeout=self._stall_seconds,
+            read_timeout=self._stall_seconds,
             tcp_keepalive=True,
             user_agent_extra="ds-ckpt-sidecar",
         )
@@ -536,49 +501,13 @@ class S3Store:
         return str(self._client().meta.endpoint_url)
 
 
-class _Body:
-    """A source as boto3 wants a body.
-
-    Whoever sends it asks for 16 KiB at a time, which is slow, and takes what it gets: it gets more.
-    Whoever signs it asks for what has room in a buffer, and must not get more.
-    """
-
-    def __init__(self, source: Source, proof: Proof) -> None:
-        self._reader: BinaryIO = source.open()
-        self._size = source.size
-        self._is_signed = proof is Proof.SIGNED_PAYLOAD
-        self._rest = memoryview(b"")
-
-    def __len__(self) -> int:
-        return self._size
-
-    def read(self, amount: int = -1) -> memoryview:
-        if not self._rest:
-            self._rest = memoryview(self._reader.read(PIECE))
-        count = amount if self._is_signed and amount > 0 else len(self._rest)
-        piece, self._rest = self._rest[:count], self._rest[count:]
-        return piece
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        if whence == os.SEEK_CUR:
-            offset -= len(self._rest)
-        self._rest = memoryview(b"")
-        return self._reader.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._reader.tell() - len(self._rest)
-
-    def close(self) -> None:
-        self._reader.close()
-
-
 def _checksums(proof: Proof, source: Source) -> dict[str, Any]:
     """Headers that let the server check a body."""
     if proof is Proof.STORED_CHECKSUM:
         return {"ChecksumCRC32C": digest.to_base64(source.crc32c)}
     if proof is Proof.CONTENT_MD5:
         md5 = hashlib.md5(usedforsecurity=False)
-        with contextlib.closing(_Body(source, proof)) as body:
+        with contextlib.closing(Body(source)) as body:
             while piece := body.read():
                 md5.update(piece)
         return {"ContentMD5": base64.b64encode(md5.digest()).decode()}

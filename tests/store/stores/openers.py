@@ -1,0 +1,56 @@
+"""The stores that the conformance suite judges: one entry in ``OPENERS`` for each.
+
+An opener returns a function that opens the same, empty prefix as often as it is called: each call
+is another process, which shares nothing with the first but what is stored.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from ds_ckpt_store.contract.clock import SystemClock
+from ds_ckpt_store.stores.file import FileStore
+from ds_ckpt_store.stores.memory import MemoryBucket, MemoryStore
+from ds_ckpt_store.stores.port import Store
+from ds_ckpt_store.stores.retry import RetryStore
+from ds_ckpt_store.stores.swap_by_create import SwapByCreate
+
+Open = Callable[[], Store]
+
+
+def open_memory(request: pytest.FixtureRequest) -> Open:
+    bucket = MemoryBucket(SystemClock())
+    return lambda: MemoryStore(bucket)
+
+
+def open_file(request: pytest.FixtureRequest) -> Open:
+    root = request.getfixturevalue("tmp_path") / "root"
+    return lambda: FileStore(str(root))
+
+
+def open_s3(request: pytest.FixtureRequest) -> Open:
+    server = request.getfixturevalue("seaweed")
+    bucket = server.bucket()
+    return lambda: server.store(bucket)
+
+
+def open_retry(request: pytest.FixtureRequest) -> Open:
+    inner = open_memory(request)
+    return lambda: RetryStore(inner(), SystemClock(), random.Random(1))
+
+
+def open_swap_by_create(request: pytest.FixtureRequest) -> Open:
+    bucket = MemoryBucket(SystemClock())
+    return lambda: SwapByCreate(MemoryStore(bucket, honours_swap=False))
+
+
+OPENERS = {
+    "memory": open_memory,
+    "file": open_file,
+    "s3": open_s3,
+    "retry": open_retry,
+    "swap-by-create": open_swap_by_create,
+}
