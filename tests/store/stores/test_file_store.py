@@ -130,6 +130,7 @@ def test_a_part_that_found_the_disk_full_is_not_held(small_disk: Path) -> None:
     with pytest.raises(TransientError):
         store.put_part(upload, 2, BytesSource(bytes(900 << 10)))
     assert store.parts(upload).keys() == {1}
+    store.close()
 
 
 AS_NOBODY = """
