@@ -51,11 +51,11 @@ def test_an_s3_that_ignores_checksums_and_conditions_is_refused(juicefs: S3) -> 
     assert not list(store.list(""))
 
 
-def test_a_folder_is_read_back_and_has_both_conditions(tmp_path) -> None:
+def test_a_folder_shows_what_it_wrote_and_has_both_conditions(tmp_path) -> None:
     store = FileStore(str(tmp_path / "root"))
     findings = probe(store, random.Random(1))
     assert (findings.proof, findings.conditional_create, findings.swap) == (
-        Proof.READ_BACK,
+        Proof.WRITTEN_CHECKSUM,
         True,
         True,
     )
