@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import servers
+from tests import servers, servers_ftp
 
 
 @pytest.fixture(scope="session")
@@ -41,4 +41,11 @@ def juicefs(
 ) -> Iterator[servers.S3]:
     """An S3 that accepts wrong checksums and ignores conditions."""
     with servers.juicefs(tmp_path_factory.mktemp("juicefs"), *aws_credentials) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def ftp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers_ftp.Ftp]:
+    """A server with one connection for each of its clients."""
+    with servers_ftp.ftp_server(tmp_path_factory.mktemp("ftp")) as server:
         yield server

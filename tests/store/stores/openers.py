@@ -7,12 +7,14 @@ is another process, which shares nothing with the first but what is stored.
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Callable
 
 import pytest
 
 from ds_ckpt_store.contract.clock import SystemClock
 from ds_ckpt_store.stores.file import FileStore
+from ds_ckpt_store.stores.fsspec import open_url as open_fsspec
 from ds_ckpt_store.stores.memory import MemoryBucket, MemoryStore
 from ds_ckpt_store.stores.port import Store
 from ds_ckpt_store.stores.retry import RetryStore
@@ -47,10 +49,36 @@ def open_swap_by_create(request: pytest.FixtureRequest) -> Open:
     return lambda: SwapByCreate(MemoryStore(bucket, honours_swap=False))
 
 
+def open_fsspec_local(request: pytest.FixtureRequest) -> Open:
+    root = request.getfixturevalue("tmp_path") / "root"
+    return lambda: open_fsspec(f"local://{root}", {}, 60.0)
+
+
+def open_fsspec_memory(request: pytest.FixtureRequest) -> Open:
+    url = f"memory://{uuid.uuid4().hex}/run"
+    return lambda: open_fsspec(url, {}, 60.0)
+
+
+def open_fsspec_ftp(request: pytest.FixtureRequest) -> Open:
+    server = request.getfixturevalue("ftp")
+    url = server.url()
+    return lambda: open_fsspec(url, server.environ, 60.0)
+
+
 OPENERS = {
     "memory": open_memory,
     "file": open_file,
     "s3": open_s3,
     "retry": open_retry,
     "swap-by-create": open_swap_by_create,
+    "fsspec-local": open_fsspec_local,
+    "fsspec-memory": open_fsspec_memory,
+    "fsspec-ftp": open_fsspec_ftp,
 }
+
+# Those that claim no conditions and no parts, and refuse them.
+LIMITED = {"fsspec-local", "fsspec-memory", "fsspec-ftp"}
+# Those whose versions are no finer than a second.
+COARSE = {"fsspec-ftp"}
+# Those that keep a folder when its last object is deleted.
+KEEPS_FOLDERS = {"fsspec-local", "fsspec-ftp"}

@@ -16,6 +16,7 @@ from ds_ckpt_store.errors import (
     CorruptionError,
     NotFoundError,
     PreconditionError,
+    RefusedError,
     StoreError,
 )
 from ds_ckpt_store.stores.port import (
@@ -25,10 +26,19 @@ from ds_ckpt_store.stores.port import (
     Part,
     Proof,
     Store,
+    Upload,
 )
-from tests.store.stores.openers import OPENERS, Open
+from tests.store.stores.openers import COARSE, KEEPS_FOLDERS, LIMITED, OPENERS, Open
 
 MIB = 1 << 20
+
+
+def all_but(some: set[str]) -> pytest.MarkDecorator:
+    names = [name for name in OPENERS if name not in some]
+    return pytest.mark.parametrize("another", names, indirect=True)
+
+
+strong = all_but(LIMITED)
 
 
 @pytest.fixture(params=OPENERS)
@@ -117,7 +127,13 @@ def test_delete_removes_one_object_and_may_be_repeated(store: Store) -> None:
     assert keys(store) == ["folder/b"]
     store.delete("folder/b")
     assert keys(store) == []
-    put(store, "folder", b"a key may take the name that a folder had")
+
+
+@all_but(KEEPS_FOLDERS)
+def test_a_key_may_take_the_name_that_a_folder_had(store: Store) -> None:
+    put(store, "folder/a")
+    store.delete("folder/a")
+    put(store, "folder")
     assert keys(store) == ["folder"]
 
 
@@ -203,6 +219,7 @@ def test_an_error_of_the_sink_stops_a_read_and_leaves_the_store_usable(store: St
 # ---- conditions
 
 
+@strong
 def test_create_fails_if_the_object_exists(store: Store) -> None:
     store.put("k", BytesSource(b"first"), condition=IfAbsent())
     with pytest.raises(PreconditionError):
@@ -210,6 +227,7 @@ def test_create_fails_if_the_object_exists(store: Store) -> None:
     assert store.get("k")[0] == b"first"
 
 
+@strong
 def test_create_fails_over_an_object_that_was_put_plainly(store: Store) -> None:
     put(store, "k", b"first")
     with pytest.raises(PreconditionError):
@@ -217,6 +235,7 @@ def test_create_fails_over_an_object_that_was_put_plainly(store: Store) -> None:
     assert store.get("k")[0] == b"first"
 
 
+@strong
 def test_create_succeeds_after_a_delete(store: Store) -> None:
     store.put("k", BytesSource(b"first"), condition=IfAbsent())
     store.delete("k")
@@ -224,6 +243,7 @@ def test_create_succeeds_after_a_delete(store: Store) -> None:
     assert store.get("k")[0] == b"second"
 
 
+@strong
 def test_of_many_who_create_exactly_one_wins(another: Open) -> None:
     stores = [another(), another()]
     barrier = Barrier(8)
@@ -243,6 +263,7 @@ def test_of_many_who_create_exactly_one_wins(another: Open) -> None:
     assert another().get("new/raced")[0] == winners[0]
 
 
+@strong
 def test_swap_succeeds_over_the_version_that_was_read(store: Store) -> None:
     store.put("k", BytesSource(b"1"), condition=IfAbsent())
     version = store.get("k")[1].version
@@ -252,6 +273,7 @@ def test_swap_succeeds_over_the_version_that_was_read(store: Store) -> None:
     assert store.get("k")[0] == b"3"
 
 
+@strong
 def test_swap_over_an_object_that_was_put_plainly(store: Store) -> None:
     put(store, "k", b"1")
     store.put("k", BytesSource(b"2"), condition=IfVersion(store.get("k")[1].version))
@@ -259,6 +281,7 @@ def test_swap_over_an_object_that_was_put_plainly(store: Store) -> None:
     assert keys(store) == ["k"]
 
 
+@strong
 def test_swap_fails_over_an_older_version(store: Store) -> None:
     store.put("k", BytesSource(b"1"), condition=IfAbsent())
     old = store.get("k")[1].version
@@ -268,6 +291,7 @@ def test_swap_fails_over_an_older_version(store: Store) -> None:
     assert store.get("k")[0] == b"2"
 
 
+@strong
 def test_swap_fails_if_the_object_is_gone(store: Store) -> None:
     store.put("k", BytesSource(b"1"), condition=IfAbsent())
     version = store.get("k")[1].version
@@ -277,6 +301,7 @@ def test_swap_fails_if_the_object_is_gone(store: Store) -> None:
     assert keys(store) == []
 
 
+@strong
 def test_swap_fails_after_a_plain_put(store: Store) -> None:
     store.put("k", BytesSource(b"1"), condition=IfAbsent())
     version = store.get("k")[1].version
@@ -286,6 +311,7 @@ def test_swap_fails_after_a_plain_put(store: Store) -> None:
     assert store.get("k")[0] == b"2"
 
 
+@strong
 def test_of_many_who_swap_exactly_one_wins(another: Open) -> None:
     stores = [another(), another()]
     stores[0].put("k", BytesSource(b"start"), condition=IfAbsent())
@@ -307,10 +333,43 @@ def test_of_many_who_swap_exactly_one_wins(another: Open) -> None:
     assert another().get("k")[0] == winners[0]
 
 
+@all_but(COARSE)
 def test_no_version_comes_back(store: Store) -> None:
     """Contents differ, as they do in the protocol: each carries a fresh nonce."""
     versions = [put(store, "k", f"nonce {number}".encode()) for number in range(30)]
     assert len(set(versions)) == 30
+
+
+# ---- what is not claimed
+
+
+def test_what_a_store_does_not_claim_it_refuses(
+    request: pytest.FixtureRequest, store: Store
+) -> None:
+    claims = store.capabilities
+    put(store, "k", b"first")
+    body, upload = BytesSource(b"second"), Upload("k", "token")
+    refused = []
+    if not claims.conditional_create:
+        refused.append(lambda: store.put("new", body, condition=IfAbsent()))
+    if not claims.swap:
+        version = store.head("k").version
+        refused.append(lambda: store.put("k", body, condition=IfVersion(version)))
+    if not claims.parts:
+        refused += [
+            lambda: store.begin("new", 6, {"part_size": "6"}),
+            lambda: store.put_part(upload, 1, body),
+            lambda: store.parts(upload),
+            lambda: store.complete(upload, [Part(1, 6, body.crc32c, "token")]),
+            lambda: store.abort(upload),
+        ]
+    for call in refused:
+        with pytest.raises(RefusedError):
+            call()
+    assert (keys(store), store.get("k")[0]) == (["k"], b"first")
+    assert list(store.uploads("")) == []
+    limited = request.node.callspec.params["another"] in LIMITED
+    assert len(refused) == (7 if limited else 0), "it is tried for what it claims"
 
 
 # ---- multipart uploads
@@ -337,6 +396,7 @@ def put_parts(store: Store, upload, bodies: list[BytesSource]) -> list[Part]:
     return [store.put_part(upload, number, body) for number, body in enumerate(bodies, 1)]
 
 
+@strong
 def test_an_upload_shows_nothing_until_it_is_completed(store: Store, bodies) -> None:
     upload = begin(store, bodies)
     parts = put_parts(store, upload, bodies)
@@ -355,6 +415,7 @@ def test_an_upload_shows_nothing_until_it_is_completed(store: Store, bodies) -> 
         assert head.crc32c is None
 
 
+@strong
 def test_parts_may_come_in_any_order_and_at_once(store: Store, bodies) -> None:
     upload = begin(store, bodies)
     with ThreadPoolExecutor(2) as pool:
@@ -364,6 +425,7 @@ def test_parts_may_come_in_any_order_and_at_once(store: Store, bodies) -> None:
     assert store.get("big")[0] == whole(bodies)
 
 
+@strong
 def test_a_part_sent_again_replaces_the_earlier(store: Store, bodies) -> None:
     upload = begin(store, bodies)
     store.put_part(upload, 1, BytesSource(bytes(bodies[0].size)))
@@ -372,6 +434,7 @@ def test_a_part_sent_again_replaces_the_earlier(store: Store, bodies) -> None:
     assert store.get("big")[0] == whole(bodies)
 
 
+@strong
 def test_another_process_goes_on_with_an_upload(another: Open, store: Store, bodies) -> None:
     upload = begin(store, bodies)
     last = store.put_part(upload, 2, bodies[1])
@@ -385,6 +448,7 @@ def test_another_process_goes_on_with_an_upload(another: Open, store: Store, bod
     assert list(second.uploads("")) == []
 
 
+@strong
 def test_an_upload_replaces_an_object(store: Store, bodies) -> None:
     put(store, "big", b"before")
     upload = begin(store, bodies)
@@ -392,6 +456,7 @@ def test_an_upload_replaces_an_object(store: Store, bodies) -> None:
     assert store.get("big")[0] == whole(bodies)
 
 
+@strong
 def test_two_uploads_of_one_key_do_not_mix(store: Store, bodies) -> None:
     other = [BytesSource(bytes(body.size)) for body in bodies]
     first, second = begin(store, bodies), begin(store, other)
@@ -403,6 +468,7 @@ def test_two_uploads_of_one_key_do_not_mix(store: Store, bodies) -> None:
     assert store.get("big")[0] == whole(bodies)
 
 
+@strong
 def test_an_aborted_upload_is_gone(store: Store, bodies) -> None:
     upload = begin(store, bodies)
     part = store.put_part(upload, 1, bodies[0])
@@ -419,6 +485,7 @@ def test_an_aborted_upload_is_gone(store: Store, bodies) -> None:
             call()
 
 
+@strong
 def test_a_completed_upload_is_gone_and_its_object_stays(store: Store, bodies) -> None:
     upload = begin(store, bodies)
     store.complete(upload, put_parts(store, upload, bodies))
@@ -428,6 +495,7 @@ def test_a_completed_upload_is_gone_and_its_object_stays(store: Store, bodies) -
     assert store.get("big")[0] == whole(bodies)
 
 
+@strong
 def test_uploads_are_listed_by_prefix(store: Store, bodies) -> None:
     begun = {key: begin(store, bodies, key) for key in ("x/1", "x/2", "y/1", "xy")}
     assert {upload.key for upload in store.uploads("x/")} == {"x/1", "x/2"}
@@ -435,6 +503,7 @@ def test_uploads_are_listed_by_prefix(store: Store, bodies) -> None:
     assert {upload.key for upload in store.uploads("x/2")} == {"x/2"}
 
 
+@strong
 def test_completing_with_a_part_that_is_not_held_is_refused(store: Store, bodies) -> None:
     upload = begin(store, bodies)
     last = store.put_part(upload, 2, bodies[1])
@@ -464,9 +533,8 @@ def test_a_wrong_checksum_is_refused_where_the_proof_promises_it(store: Store, b
     assert keys(store) == []
 
 
-def test_the_first_proof_holds_and_its_trial_leaves_nothing(store: Store) -> None:
-    proof = store.capabilities.proofs[0]
-    assert store.refuses_corruption(proof, "probe/k")
+def test_the_proof_in_use_holds_and_its_trial_leaves_nothing(store: Store) -> None:
+    assert store.refuses_corruption(store.proof, "probe/k")
     assert keys(store) == []
     assert list(store.uploads("")) == []
 
