@@ -54,12 +54,20 @@ def open_store(
         raise SettingsError(f"{url!r}: a destination has no query and no fragment")
     if not parts.scheme:
         raise SettingsError(
-            f"{url!r}: names no kind of store; write "
-            + ", ".join(f"{scheme}://" for scheme in PROVIDERS)
+            f"{url!r}: names no kind of store; write {_schemes()}, or what fsspec knows"
         )
     module, extra = PROVIDERS.get(parts.scheme, ANY_OTHER)
     try:
         provider = importlib.import_module(f"{__name__}.{module}")
     except ModuleNotFoundError as error:
+        if parts.scheme not in PROVIDERS:
+            raise SettingsError(
+                f"unknown kind of store {parts.scheme!r}; known are {_schemes()}, and what fsspec "
+                f"knows once it is there: pip install 'ds-ckpt-sidecar[{extra}]'"
+            ) from None
         raise MissingExtraError(f"{parts.scheme}:// ({error.name})", extra) from None
     return cast(Store, provider.open_url(url, environ, stall_seconds))
+
+
+def _schemes() -> str:
+    return ", ".join(f"{scheme}://" for scheme in PROVIDERS)

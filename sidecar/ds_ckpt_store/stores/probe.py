@@ -24,6 +24,7 @@ from ds_ckpt_store.errors import (
     StoreError,
     WeakStoreError,
 )
+from ds_ckpt_store.stores.check_then_put import CheckThenPut
 from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, Proof, Store
 from ds_ckpt_store.stores.swap_by_create import SwapByCreate, has_versions
 
@@ -96,8 +97,8 @@ def fit(store: Store, findings: Findings, *, allow_weak: bool = False) -> Store:
     Args:
         store: the store that was probed.
         findings: what the probe found.
-        allow_weak: accept a store without conditional create; one node alone must then point,
-            retain and collect.
+        allow_weak: accept a store without conditional create, whose conditions are then judged
+            before each write; one node alone may use the prefix.
 
     Raises:
         WeakStoreError: it has no conditional create, and that was not allowed.
@@ -105,16 +106,37 @@ def fit(store: Store, findings: Findings, *, allow_weak: bool = False) -> Store:
     store.use_proof(findings.proof)
     if not findings.conditional_create:
         if allow_weak:
-            return store
-        raise WeakStoreError(
-            f"{store.url} has no conditional create: a second put with If-None-Match was accepted, "
-            f"so two sidecars could both decide a save. Use a store that honours conditional "
-            f"writes (AWS S3, Ceph, SeaweedFS, MinIO since 2024, a file:// folder), or allow a "
-            f"weak store by setting if one node alone uses this prefix"
-        )
+            return CheckThenPut(store)
+        raise WeakStoreError(_weakness(store))
     if findings.swap and not has_versions(store):
         return store
     return SwapByCreate(store)  # also if the server learned to swap after we began with versions
+
+
+def _weakness(store: Store) -> str:
+    """What the protocol misses in a store, and what to do."""
+    claims = store.capabilities
+    lacks = [
+        "has no conditional create: a second put with If-None-Match was accepted, so two sidecars "
+        "could both decide a save"
+        if claims.conditional_create
+        else "has no conditional create, so two sidecars could both decide a save"
+    ]
+    if not claims.parts:
+        lacks.append(
+            "takes no uploads in parts, so a shard that breaks off in its middle is sent again "
+            "from its start"
+        )
+    if claims.proofs == (Proof.READ_BACK,):
+        lacks.append(
+            "checks nothing that is sent, so each shard is read back, and what a crash leaves "
+            "half written is found only by that"
+        )
+    return (
+        f"{store.url} {'; it '.join(lacks)}. Use a store that honours conditional writes (AWS S3, "
+        f"Google Cloud Storage, Azure Blob, Ceph, SeaweedFS, MinIO since 2024, a file:// folder), "
+        f"or allow a weak store (--allow-weak-store) if one node alone uses this prefix"
+    )
 
 
 def for_reading(store: Store) -> Store:
