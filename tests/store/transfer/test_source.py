@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt_store.contract.digest import crc32c
+from ds_ckpt_store.contract.digest import CHUNK, crc32c
 from ds_ckpt_store.errors import ShardChangedError, ShardUnreadableError
 from ds_ckpt_store.transfer.source import FileSlice
 
@@ -42,10 +42,10 @@ def test_read_gives_large_views_for_small_questions_and_all_for_none(fd: int) ->
     with FileSlice(fd, 0, len(DATA), "rank0.pt").open() as reader:
         first = reader.read(8192)
         assert isinstance(first, memoryview)
-        assert len(first) == 1 << 20
+        assert len(first) == CHUNK
         assert reader.read(0) == b""
         rest = reader.read()
-        assert rest == DATA[1 << 20 :]
+        assert rest == DATA[CHUNK:]
 
 
 def test_a_reader_seeks_within_its_slice(fd: int) -> None:
@@ -74,9 +74,9 @@ def test_a_file_that_is_too_short_has_changed(fd: int) -> None:
 def test_truncation_is_noticed_when_opening_and_while_reading(fd: int) -> None:
     source = FileSlice(fd, 0, len(DATA), "rank0.pt")
     with source.open() as reader:
-        os.ftruncate(fd, 1 << 20)
-        assert len(reader.read(1)) == 1 << 20
-        with pytest.raises(ShardChangedError, match=str(1 << 20)):
+        os.ftruncate(fd, CHUNK)
+        assert len(reader.read(1)) == CHUNK
+        with pytest.raises(ShardChangedError, match=str(CHUNK)):
             reader.read(1)
     with pytest.raises(ShardChangedError):
         source.open()

@@ -55,6 +55,7 @@ from ds_ckpt_store.stores.port import (
 )
 from ds_ckpt_store.stores.s3.answers import REMEDIES, kind_of
 from ds_ckpt_store.stores.s3.options import S3Options
+from ds_ckpt_store.stores.s3.signing import prepare
 
 CONNECTIONS = 64
 PROOFS = (Proof.STORED_CHECKSUM, Proof.SIGNED_PAYLOAD, Proof.CONTENT_MD5, Proof.READ_BACK)
@@ -153,7 +154,7 @@ class S3Store:
             parameters["IfNoneMatch"] = "*"
         elif isinstance(condition, IfVersion):
             parameters["IfMatch"] = condition.version
-        with contextlib.closing(Body(source, exact=proof is Proof.SIGNED_PAYLOAD)) as body:
+        with contextlib.closing(Body(source)) as body:
             try:
                 answer = self._write("put", key, client.put_object, Body=body, **parameters)
             except NotFoundError as error:
@@ -273,7 +274,7 @@ class S3Store:
     def _put_part(
         self, client: Any, proof: Proof, upload: Upload, number: int, source: Source
     ) -> Part:
-        with contextlib.closing(Body(source, exact=proof is Proof.SIGNED_PAYLOAD)) as body:
+        with contextlib.closing(Body(source)) as body:
             answer = self._write(
                 "put_part",
                 upload.key,
@@ -434,10 +435,11 @@ class S3Store:
             connect_timeout=self._stall_seconds,
             read_timeout=self._stall_seconds,
             tcp_keepalive=True,
+            parameter_validation=False,  # ours are made by this module alone
             user_agent_extra="ds-ckpt-sidecar",
         )
         try:
-            return boto3.session.Session().client(
+            client = boto3.session.Session().client(
                 "s3",
                 endpoint_url=self._options.endpoint_url,
                 region_name=self._options.region,
@@ -446,6 +448,8 @@ class S3Store:
             )
         except (aws.BotoCoreError, ValueError) as error:
             raise SettingsError(f"{self.url}: boto3 cannot make a client: {error}") from error
+        prepare(client)
+        return client
 
     def _write(self, operation: str, key: str, call: Callable[..., Any], **parameters: Any) -> Any:
         with self._errors(operation, key, write=True):
