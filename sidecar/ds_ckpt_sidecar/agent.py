@@ -16,10 +16,12 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from ds_ckpt_sidecar import __version__
 from ds_ckpt_sidecar.journal import Journal
 from ds_ckpt_sidecar.lifecycle import Lifecycle
+from ds_ckpt_sidecar.limits import LimitsWatch, describe_rate
 from ds_ckpt_sidecar.local import LocalFiles
 from ds_ckpt_sidecar.observe.log import Growing, Log
 from ds_ckpt_sidecar.observe.report import AgentState, Reporter
 from ds_ckpt_sidecar.outbox import watch
+from ds_ckpt_sidecar.priority import stand_back
 from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_sidecar.syncer import LONGEST_BACKOFF, Syncer
 from ds_ckpt_store.catalog import Catalog
@@ -31,11 +33,14 @@ from ds_ckpt_store.errors import (
     PausedError,
     SettingsError,
     StoreError,
+    ThrottledError,
     WeakStoreError,
 )
 from ds_ckpt_store.stores.port import Store
 from ds_ckpt_store.stores.probe import fit, probe
-from ds_ckpt_store.stores.retry import RetryPolicy, RetryStore
+from ds_ckpt_store.stores.retry import Retry, RetryPolicy, RetryStore
+from ds_ckpt_store.transfer.budget import Budget, Stall, streams_within
+from ds_ckpt_store.transfer.plan import MIB, check_preferred
 from ds_ckpt_store.transfer.upload import Uploader
 
 ONCE_TRIES = 3
@@ -56,7 +61,10 @@ class Agent:
         clock: time.
         rng: randomness.
         open_journal: makes the journal once the volume is locked.
-        executor: where parts are sent; its own pool of ``settings.streams`` threads if None.
+        executor: where parts are sent; its own pool of threads if None.
+
+    Raises:
+        SettingsError: a setting cannot work with this store.
     """
 
     def __init__(
@@ -68,7 +76,7 @@ class Agent:
         log: Log,
         clock: Clock | None = None,
         rng: random.Random | None = None,
-        open_journal: Callable[[str, Callable[[str], None]], Journal] = Journal,
+        open_journal: Callable[[str, Callable[[str], None], Clock], Journal] = Journal,
         executor: Executor | None = None,
     ) -> None:
         self._settings = settings
@@ -78,15 +86,37 @@ class Agent:
         self._clock = clock or SystemClock()
         self._rng = rng or system_random()
         self._open_journal = open_journal
-        self._executor = executor or ThreadPoolExecutor(settings.streams, "part")
+        check_preferred(settings.part_mib * MIB, store.capabilities)
+        self._budget = Budget(
+            self._clock,
+            streams=settings.streams,
+            fit=streams_within(settings.memory_mib * MIB, store.capabilities),
+            bandwidth=settings.bandwidth,
+            stall_seconds=settings.stall_seconds,
+            on_stall=self._warn_stall,
+        )
+        self._executor = executor or ThreadPoolExecutor(self._budget.fit, "part")
         self._failures = Growing(log, self._clock)
         self._reporter = Reporter(volume, self._clock, self._failures, __version__)
+        self._reporter.limits = lambda: {
+            "streams": self._budget.most,
+            "bandwidth": self._budget.bandwidth,
+        }
+        self._limits = LimitsWatch(
+            volume,
+            self._budget,
+            bandwidth=settings.bandwidth,
+            streams=settings.streams,
+            log=log,
+            clock=self._clock,
+        )
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._refused = False
         self._state: AgentState = "starting"
         self._deadline: float | None = None
         self._syncer: Syncer | None = None
+        self._journal: Journal | None = None
 
     def stop(self) -> None:
         """Ask it to drain and exit; safe to call from a signal handler."""
@@ -111,6 +141,8 @@ class Agent:
             ) from None
         if lock is None:
             return 1 if once else 0
+        if self._settings.priority == "low":
+            stand_back(self._log)
         stop_watching: Callable[[], None] = lambda: None  # noqa: E731
         journal: Journal | None = None
         try:
@@ -122,7 +154,8 @@ class Agent:
                 destination=self._settings.destination,
                 node=node,
                 uid=os.geteuid(),
-                streams=self._settings.streams,
+                streams=self._budget.most,
+                bandwidth=describe_rate(self._budget.bandwidth),
             )
             self._say_unchangeable()
             self._clear_up()
@@ -130,7 +163,7 @@ class Agent:
             if store is None:
                 return 1
             path = self._settings.journal or self._volume.journal
-            journal = self._open_journal(path, self._warn_journal)
+            journal = self._journal = self._open_journal(path, self._warn_journal, self._clock)
             self._syncer = self._build(store, journal, node)
             self._syncer.look_up_committed()
             self._syncer.beat("running", now=True)
@@ -151,9 +184,10 @@ class Agent:
         uploader = Uploader(
             store,
             self._executor,
-            streams=self._settings.streams,
-            part_size=self._settings.part_mib << 20,
+            budget=self._budget,
+            part_size=self._settings.part_mib * MIB,
             clock=self._clock,
+            keep_cached=self._settings.page_cache == "keep",
         )
         lifecycle = Lifecycle(
             volume=self._volume,
@@ -223,7 +257,7 @@ class Agent:
         while True:
             # This loop is patient and says what is wrong; calls within it are to fail soon.
             brief = RetryStore(self._store, self._clock, self._rng, policy=RetryPolicy(tries=3))
-            retrying = RetryStore(self._store, self._clock, self._rng)
+            retrying = RetryStore(self._store, self._clock, self._rng, on_retry=self._say_retry)
             try:
                 findings = probe(brief, self._rng, node)
                 fitted = fit(retrying, findings, allow_weak=self._settings.allow_weak_store)
@@ -273,6 +307,7 @@ class Agent:
     def _pass(self, *, newest_first: bool) -> bool:
         """One pass; False if it failed as a whole."""
         syncer = self._need_syncer()
+        self._limits.look()
         passed = False
         try:
             syncer.sync(newest_first=newest_first, check=self._check)
@@ -294,8 +329,11 @@ class Agent:
         self._reporter.error(str(error))
 
     def _check(self) -> None:
-        """Called between parts and steps: heartbeat, lease, and whether to stop."""
+        """Called between parts and steps: heartbeat, limits, lease, and whether to stop."""
         syncer = self._need_syncer()
+        self._limits.look()
+        if self._journal is not None:
+            self._journal.flush()
         syncer.beat(self._state)
         try:
             syncer.renew()
@@ -384,3 +422,28 @@ class Agent:
 
     def _warn_watch(self, sentence: str) -> None:
         self._log.warning("outbox.unwatched", reason=sentence)
+
+    def _warn_stall(self, stall: Stall) -> None:
+        self._log.warning(
+            "transfer.stalled",
+            requests=stall.requests,
+            seconds=round(stall.seconds),
+            reason=f"no byte moved for {stall.seconds:.0f} s while {stall.requests} requests are "
+            "under way; each is given up by its own timeout and made again: look at the network "
+            "and the store",
+        )
+
+    def _say_retry(self, retry: Retry) -> None:
+        """From any thread: a call to the store will be made again."""
+        error = retry.error
+        if isinstance(error, ThrottledError):
+            self._budget.throttled()
+        kind = type(error).__name__
+        self._failures.warning(
+            f"retry {error.operation} {kind}",
+            "store.retried",
+            error=str(error),
+            kind=kind,
+            tries=retry.tries,
+            next_try_seconds=round(retry.wait, 1),
+        )

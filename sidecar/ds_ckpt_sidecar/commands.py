@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -19,20 +19,22 @@ import typer
 
 from ds_ckpt_sidecar import __version__, render
 from ds_ckpt_sidecar.agent import Agent
+from ds_ckpt_sidecar.limits import describe_rate
 from ds_ckpt_sidecar.observe.log import make_log
-from ds_ckpt_sidecar.settings import load
+from ds_ckpt_sidecar.settings import LimitSettings, ReadSettings, check, load
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract import digest
 from ds_ckpt_store.contract.clock import SystemClock, system_random
 from ds_ckpt_store.contract.filesystem import Filesystem
-from ds_ckpt_store.contract.manifest import SaveStatus
+from ds_ckpt_store.contract.manifest import SaveStatus, TransferLimits
 from ds_ckpt_store.contract.volume import Volume
-from ds_ckpt_store.errors import CkptError, DamagedError, InputError
+from ds_ckpt_store.errors import CkptError, DamagedError, InputError, ThrottledError
 from ds_ckpt_store.restore import Restore
 from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.port import Store
 from ds_ckpt_store.stores.probe import for_reading
-from ds_ckpt_store.stores.retry import RetryStore
+from ds_ckpt_store.stores.retry import Retry, RetryStore
+from ds_ckpt_store.transfer.budget import STREAMS, Budget, Stall
 from ds_ckpt_store.transfer.download import Downloader, RemoteShard
 
 OVERTIME_SECONDS = 5.0
@@ -48,7 +50,20 @@ app = typer.Typer(
 StatusT = TypeVar("StatusT")
 Url = Annotated[str, typer.Argument(help="s3://bucket/prefix or file:///folder", metavar="URL")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
-Streams = Annotated[int, typer.Option(min=1, max=256, help="Ranges in flight at most.")]
+Streams = Annotated[int, typer.Option(min=1, max=256, help="Requests at a time at most.")]
+StallSeconds = Annotated[
+    float | None,
+    typer.Option(
+        envvar="DS_CKPT_STALL_SECONDS",
+        help="Give up a request on which nothing moves for so long (default: 60).",
+    ),
+]
+Bandwidth = Annotated[
+    str | None,
+    typer.Option(
+        help="Bytes per second at most, like 500MiB (default: none, no limit).", metavar="RATE"
+    ),
+]
 
 
 class Order(str, Enum):
@@ -63,6 +78,20 @@ class LogFormat(str, Enum):
 
     text = "text"
     json = "json"
+
+
+class PageCache(str, Enum):
+    """What becomes of cached pages of what was uploaded."""
+
+    drop = "drop"
+    keep = "keep"
+
+
+class Priority(str, Enum):
+    """For CPU and disk."""
+
+    normal = "normal"
+    low = "low"
 
 
 class StoreKind(str, Enum):
@@ -92,12 +121,51 @@ def _errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _reading(url: str) -> Iterator[Store]:
-    store = open_store(url.rstrip("/") if not url.endswith("://") else url)
+def _reading(
+    url: str,
+    stall_seconds: float | None = None,
+    on_retry: Callable[[Retry], None] | None = None,
+) -> Iterator[Store]:
+    settings = check(ReadSettings, stall_seconds=stall_seconds)
+    store = open_store(
+        url.rstrip("/") if not url.endswith("://") else url, stall_seconds=settings.stall_seconds
+    )
     try:
-        yield for_reading(RetryStore(store, SystemClock(), system_random()))
+        yield for_reading(RetryStore(store, SystemClock(), system_random(), on_retry=on_retry))
     finally:
         store.close()
+
+
+@contextlib.contextmanager
+def _fetching(
+    url: str, streams: int, bandwidth: str | None, stall_seconds: float | None
+) -> Iterator[tuple[Store, Executor, Budget]]:
+    """What a command needs that reads a lot."""
+
+    def say(stall: Stall) -> None:
+        typer.echo(
+            f"ds-ckpt: warning: no byte moved for {stall.seconds:.0f} s while {stall.requests} "
+            "requests are under way; each is given up by its own timeout and made again",
+            err=True,
+        )
+
+    def slow_down(retry: Retry) -> None:
+        if isinstance(retry.error, ThrottledError):
+            budget.throttled()
+
+    settings = check(ReadSettings, stall_seconds=stall_seconds)
+    budget = Budget(
+        SystemClock(),
+        streams=streams,
+        bandwidth=check(LimitSettings, bandwidth=bandwidth).bandwidth or 0,
+        stall_seconds=settings.stall_seconds,
+        on_stall=say,
+    )
+    with (
+        _reading(url, settings.stall_seconds, slow_down) as store,
+        ThreadPoolExecutor(budget.fit) as pool,
+    ):
+        yield store, pool, budget
 
 
 def _version(wanted: bool) -> None:
@@ -142,9 +210,25 @@ def agent(
     order: Annotated[
         Order | None, typer.Option(help="Which save to upload first (default: oldest).")
     ] = None,
-    streams: Annotated[int | None, typer.Option(help="Parts in flight (default: 8).")] = None,
+    streams: Annotated[
+        int | None, typer.Option(help="Requests at a time at most (default: 16).")
+    ] = None,
     part_mib: Annotated[
         int | None, typer.Option(help="MiB in a part, 5 to 5120 (default: 16).")
+    ] = None,
+    memory_mib: Annotated[
+        int | None,
+        typer.Option(help="MiB that all requests together may hold (default: 32)."),
+    ] = None,
+    bandwidth: Bandwidth = None,
+    stall_seconds: StallSeconds = None,
+    page_cache: Annotated[
+        PageCache | None,
+        typer.Option(help="What becomes of cached pages of uploaded shards (default: drop)."),
+    ] = None,
+    priority: Annotated[
+        Priority | None,
+        typer.Option(help="low: stand behind training for CPU and disk (default: normal)."),
     ] = None,
     rescan_seconds: Annotated[
         float | None, typer.Option(help="Look through the outbox at least this often (default: 5).")
@@ -191,6 +275,11 @@ def agent(
             order=order.value if order else None,
             streams=streams,
             part_mib=part_mib,
+            memory_mib=memory_mib,
+            bandwidth=bandwidth,
+            stall_seconds=stall_seconds,
+            page_cache=page_cache.value if page_cache else None,
+            priority=priority.value if priority else None,
             rescan_seconds=rescan_seconds,
             drain_seconds=drain_seconds,
             lease_stale_seconds=lease_stale_seconds,
@@ -202,7 +291,7 @@ def agent(
         _keep_apart(settings.destination, settings.volume)
         process = Agent(
             settings,
-            store=open_store(settings.destination),
+            store=open_store(settings.destination, stall_seconds=settings.stall_seconds),
             volume=Volume(settings.volume, Filesystem()),
             log=make_log(settings.log_format),
         )
@@ -259,7 +348,9 @@ def restore(
     save: Annotated[
         str | None, typer.Option(help="This very save (see ls --json).", metavar="SAVE_ID")
     ] = None,
-    streams: Streams = 8,
+    streams: Streams = STREAMS,
+    bandwidth: Bandwidth = None,
+    stall_seconds: StallSeconds = None,
     as_json: AsJson = False,
 ) -> None:
     """Bring a committed checkpoint back into a folder, every shard verified.
@@ -268,9 +359,12 @@ def restore(
 
     Example: ds-ckpt restore --from s3://bucket/run-7 --to /ckpt
     """
-    with _errors(), _reading(source) as store, ThreadPoolExecutor(streams) as pool:
+    with (
+        _errors(),
+        _fetching(source, streams, bandwidth, stall_seconds) as (store, pool, budget),
+    ):
         _keep_apart(source, to)
-        job = Restore(store, pool, streams=streams, clock=SystemClock(), rng=system_random())
+        job = Restore(store, pool, budget=budget, clock=SystemClock(), rng=system_random())
         with render.progress_bar("restore", wanted=not as_json) as (total, advance):
             result = job.run(
                 Volume(to),
@@ -383,14 +477,16 @@ def verify(
         str | None, typer.Argument(help="The newest with this tag; default: the newest.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Every committed checkpoint.")] = False,
-    streams: Streams = 8,
+    streams: Streams = STREAMS,
+    bandwidth: Bandwidth = None,
+    stall_seconds: StallSeconds = None,
     as_json: AsJson = False,
 ) -> None:
     """Read a checkpoint back and compare every byte's checksum with its record.
 
     Example: ds-ckpt verify s3://bucket/run-7 --all
     """
-    with _errors(), _reading(url) as store, ThreadPoolExecutor(streams) as pool:
+    with _errors(), _fetching(url, streams, bandwidth, stall_seconds) as (store, pool, budget):
         if every and tag is not None:
             raise InputError("give a tag or --all, not both")
         catalog = Catalog(store, system_random())
@@ -401,7 +497,7 @@ def verify(
             for record in records
             for key, entry in record.objects()
         ]
-        reader = Downloader(store, pool, streams=streams, fs=Filesystem(), clock=SystemClock())
+        reader = Downloader(store, pool, budget=budget, fs=Filesystem(), clock=SystemClock())
         with render.progress_bar("verify", wanted=not as_json) as (total, advance):
             total(sum(entry.size for entry in objects))
             damages = reader.verify(objects, check=lambda: None, progress=advance)
@@ -454,6 +550,50 @@ def status(
             )
         else:
             render.print_status(sidecar, trainer, saves, SystemClock().time())
+
+
+@app.command()
+def limit(
+    volume: Annotated[
+        str,
+        typer.Option(help="The shared volume.", metavar="DIR", envvar="DS_CKPT_VOLUME"),
+    ],
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Bytes per second at most, like 200MiB; none.", metavar="RATE"),
+    ] = None,
+    streams: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Requests at a time at most.")
+    ] = None,
+    reset: Annotated[
+        bool, typer.Option("--reset", help="Back to what the agent's settings say.")
+    ] = False,
+) -> None:
+    """Change what a running agent may use; it looks once a second, also in a long upload.
+
+    Holds until it is changed again, over restarts of the agent too. Without options: show it.
+
+    Example: ds-ckpt limit --volume /ckpt --bandwidth 200MiB
+    """
+    with _errors():
+        if not os.path.isdir(volume):
+            raise InputError(f"the volume {volume} does not exist")
+        place = Volume(volume)
+        rate = check(LimitSettings, bandwidth=bandwidth).bandwidth
+        before = None if reset else _if_readable(place.transfer_limits)
+        limits = (before or TransferLimits()).model_copy(
+            update={
+                name: value
+                for name, value in (("bandwidth", rate), ("streams", streams))
+                if value is not None
+            }
+        )
+        if limits == TransferLimits():
+            place.fs.unlink(place.limits)
+        elif limits != before:
+            place.write_limits(limits)
+        wide = "as set" if limits.bandwidth is None else describe_rate(limits.bandwidth)
+        typer.echo(f"bandwidth {wide}, streams {limits.streams or 'as set'}")
 
 
 def _if_readable(read: Callable[[], StatusT | None]) -> StatusT | None:

@@ -2,15 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from ds_ckpt_store.contract.manifest import Bandwidth
 from ds_ckpt_store.errors import SettingsError
 from ds_ckpt_store.retention import DEFAULT_PAUSE
+from ds_ckpt_store.stores import STALL_SECONDS
+from ds_ckpt_store.transfer.budget import STREAMS
 
 Seconds = Annotated[float, Field(ge=0)]
+StallSeconds = Annotated[
+    float,
+    Field(ge=1, le=3600, description="a request on which nothing moves for so long is given up"),
+]
+DEFAULT_MEMORY_MIB = 32
+
+
+def _rate(value: object) -> object:
+    """``500MiB``, ``2GB``, ``1048576``, each also with ``/s``; ``none`` is 0, no limit."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().removesuffix("/s").strip()
+    if text.lower() in ("none", "0"):
+        return 0
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except (ValidationError, OverflowError):
+        raise ValueError(
+            f"{value!r} is no bandwidth: write bytes per second like 500MiB, 2GB or 1048576, or "
+            "none"
+        ) from None
+
+
+Rate = Annotated[Bandwidth, BeforeValidator(_rate)]
 
 
 class AgentSettings(BaseSettings):
@@ -35,8 +70,22 @@ class AgentSettings(BaseSettings):
     order: Annotated[
         Literal["oldest", "newest"], Field(description="which save to upload first")
     ] = "oldest"
-    streams: Annotated[int, Field(ge=1, le=256, description="parts in flight at most")] = 8
+    streams: Annotated[int, Field(ge=1, le=256, description="requests at a time at most")] = STREAMS
     part_mib: Annotated[int, Field(ge=5, le=5120, description="preferred size of a part")] = 16
+    memory_mib: Annotated[
+        int, Field(ge=1, description="what all requests together may hold; bounds their number")
+    ] = DEFAULT_MEMORY_MIB
+    bandwidth: Annotated[
+        Rate, Field(description="bytes per second at most; 0 or none: no limit")
+    ] = 0
+    stall_seconds: StallSeconds = STALL_SECONDS
+    page_cache: Annotated[
+        Literal["drop", "keep"],
+        Field(description="what becomes of the pages of shards that were uploaded"),
+    ] = "drop"
+    priority: Annotated[
+        Literal["normal", "low"], Field(description="low: behind training for CPU and disk")
+    ] = "normal"
     rescan_seconds: Annotated[
         Seconds, Field(gt=0, description="the outbox is looked through at least this often")
     ] = 5.0
@@ -67,14 +116,40 @@ class AgentSettings(BaseSettings):
         return self.lease_stale_seconds / 5
 
 
+class ReadSettings(BaseSettings):
+    """What commands that only read take from the environment."""
+
+    model_config = SettingsConfigDict(env_prefix="DS_CKPT_", extra="ignore", frozen=True)
+
+    stall_seconds: StallSeconds = STALL_SECONDS
+
+
+class LimitSettings(BaseModel):
+    """A bandwidth that is no setting of the agent: of ``ds-ckpt limit``, a restore, a check."""
+
+    bandwidth: Rate | None = None
+
+
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
+
+
 def load(**given: Any) -> AgentSettings:
     """Settings from what the command line gave (None: not given) and the environment.
 
     Raises:
         SettingsError: a setting is missing or cannot work; says which, and where it can be set.
     """
+    return check(AgentSettings, **given)
+
+
+def check(kind: type[SettingsT], **given: Any) -> SettingsT:
+    """As :func:`load`, for settings of any kind.
+
+    Raises:
+        SettingsError: a setting is missing or cannot work; says which, and where it can be set.
+    """
     try:
-        return AgentSettings(**{key: value for key, value in given.items() if value is not None})
+        return kind(**{key: value for key, value in given.items() if value is not None})
     except ValidationError as error:
         sentences = []
         for item in error.errors(include_url=False):

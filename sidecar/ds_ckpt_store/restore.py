@@ -38,6 +38,7 @@ from ds_ckpt_store.errors import (
 )
 from ds_ckpt_store.records import Record
 from ds_ckpt_store.stores.port import Store
+from ds_ckpt_store.transfer.budget import Budget
 from ds_ckpt_store.transfer.download import Downloader, RemoteShard
 
 HEADROOM = 64 << 20
@@ -62,17 +63,17 @@ class Restore:
     Args:
         store: the store; only read, but for the hold.
         executor: where ranges are fetched.
-        streams: ranges in flight at most.
+        budget: ranges in flight, and bandwidth.
         clock: time.
         rng: randomness, for the hold's name.
     """
 
     def __init__(
-        self, store: Store, executor: Executor, *, streams: int, clock: Clock, rng: random.Random
+        self, store: Store, executor: Executor, *, budget: Budget, clock: Clock, rng: random.Random
     ) -> None:
         self._store = store
         self._executor = executor
-        self._streams = streams
+        self._budget = budget
         self._clock = clock
         self._rng = rng
         self.catalog = Catalog(store, rng)
@@ -156,7 +157,7 @@ class Restore:
             downloader = Downloader(
                 self._store,
                 self._executor,
-                streams=self._streams,
+                budget=self._budget,
                 fs=volume.fs,
                 clock=self._clock,
             )

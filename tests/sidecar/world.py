@@ -30,6 +30,7 @@ from ds_ckpt_store.restore import Restore
 from ds_ckpt_store.stores.faulty import FaultyStore, Rule
 from ds_ckpt_store.stores.memory import MemoryBucket, MemoryStore
 from ds_ckpt_store.stores.port import Store
+from ds_ckpt_store.transfer.budget import Budget
 
 PATIENCE = 60.0
 
@@ -131,7 +132,7 @@ class World:
             result = Restore(
                 MemoryStore(self.bucket),
                 pool,
-                streams=4,
+                budget=Budget(SystemClock(), streams=4),
                 clock=SystemClock(),
                 rng=random.Random(2),
             ).run(Volume(str(folder)), **options)

@@ -24,6 +24,7 @@ from ds_ckpt_store.errors import (
 )
 from ds_ckpt_store.records import Record
 from ds_ckpt_store.restore import Restore, RestoreResult, is_restored
+from ds_ckpt_store.transfer.budget import Budget
 from tests.store.prefix import Prefix
 
 MIB = 1 << 20
@@ -45,7 +46,7 @@ class Scene:
         job = Restore(
             self.prefix.store,
             self.pool,
-            streams=4,
+            budget=Budget(self.prefix.clock, streams=4),
             clock=self.prefix.clock,
             rng=random.Random(3),
         )

@@ -19,8 +19,7 @@ from ds_ckpt_store.errors import MissingExtraError
 from ds_ckpt_store.restore import Restore, is_restored
 from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.port import Store
-
-STREAMS = 8
+from ds_ckpt_store.transfer.budget import Budget
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,12 @@ def restore(
         CkptError: it could not be restored; nothing half-restored has a checkpoint's name.
         OSError: the volume cannot be written.
     """
+    budget = Budget(clock)
     with (
         _opened(destination, clock, rng) as store,
-        ThreadPoolExecutor(STREAMS, "ds_ckpt restore") as executor,
+        ThreadPoolExecutor(budget.fit, "ds_ckpt restore") as executor,
     ):
-        Restore(store, executor, streams=STREAMS, clock=clock, rng=rng).run(volume, save_id=save_id)
+        Restore(store, executor, budget=budget, clock=clock, rng=rng).run(volume, save_id=save_id)
 
 
 @contextlib.contextmanager

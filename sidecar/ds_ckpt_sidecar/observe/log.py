@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any, Literal, Protocol
 
 import structlog
@@ -49,20 +50,37 @@ class Growing:
     def __init__(self, log: Log, clock: Clock) -> None:
         self._log = log
         self._clock = clock
+        self._lock = threading.Lock()
         self._seen: dict[str, tuple[str, float, float, int]] = {}
 
     def error(self, subject: str, event: str, **values: Any) -> None:
         """Log unless the same was said of this subject a short while ago."""
+        repeated = self._repeated(subject, str(values.get("error", "")))
+        if repeated is not None:
+            self._log.error(event, **values, **repeated)
+
+    def warning(self, subject: str, event: str, **values: Any) -> None:
+        """Log unless something was said of this subject a short while ago, whatever it was.
+
+        From any thread.
+        """
+        repeated = self._repeated(subject, "")
+        if repeated is not None:
+            self._log.warning(event, **values, **repeated)
+
+    def _repeated(self, subject: str, text: str) -> dict[str, int] | None:
+        """What to add to the line; None if it is not to be written."""
         now = self._clock.monotonic()
-        text = str(values.get("error", ""))
-        last, due, interval, times = self._seen.get(subject, ("", 0.0, 30.0, 0))
-        if text == last and now < due:
-            self._seen[subject] = (text, due, interval, times + 1)
-            return
-        interval = min(interval * 2, 3600.0) if text == last else 60.0
-        repeated = {"repeated": times} if text == last and times else {}
-        self._seen[subject] = (text, now + interval, interval, 0)
-        self._log.error(event, **values, **repeated)
+        with self._lock:
+            known = self._seen.get(subject)
+            last, due, interval, times = known or ("", 0.0, 30.0, 0)
+            same = known is not None and text == last
+            if same and now < due:
+                self._seen[subject] = (text, due, interval, times + 1)
+                return None
+            interval = min(interval * 2, 3600.0) if same else 60.0
+            self._seen[subject] = (text, now + interval, interval, 0)
+        return {"repeated": times} if same and times else {}
 
     def clear(self, subject: str) -> None:
         """The subject is well again."""

@@ -7,6 +7,7 @@ said once in the log, and work goes on.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Literal
 
 from ds_ckpt_sidecar.observe.log import Growing
@@ -32,6 +33,7 @@ class Reporter:
         self._unwritten: dict[str, SaveStatus] = {}
         self._next_beat = 0.0
         self._error: tuple[str, float] = ("", 0.0)
+        self.limits: Callable[[], dict[str, object]] = dict
 
     def save(self, status: SaveStatus) -> None:
         """Say where a save stands; progress within one state is written now and then."""
@@ -97,6 +99,7 @@ class Reporter:
                     "total_bytes": space.total,
                     "last_error": self._error[0],
                     "last_error_time": self._error[1],
+                    **self.limits(),
                     **values,
                 }
             )

@@ -29,6 +29,8 @@ from ds_ckpt_store.errors import InputError, ManifestError, UnknownSchemaError
 SCHEMA = 1
 MAX_DOCUMENT_BYTES = 32 << 20
 MAX_SHARDS = 100_000
+MAX_LIMITS_BYTES = 4096
+LEAST_BANDWIDTH = 64 << 10  # bytes per second; with less, stores close connections that stand still
 
 
 def _stated(check: Callable[[str], str]) -> AfterValidator:
@@ -270,7 +272,7 @@ class SaveStatus(Document):
 
 
 class SidecarStatus(Document):
-    """``status/sidecar.json``: sidecar to trainer; heartbeat, backlog, space, last error."""
+    """``status/sidecar.json``: sidecar to trainer; heartbeat, backlog, space, last error, limits."""
 
     time: float
     pid: int
@@ -289,6 +291,28 @@ class SidecarStatus(Document):
     epoch: int = 0
     last_error: str = ""
     last_error_time: float = 0.0
+    streams: int = 0
+    bandwidth: int = 0
+
+
+def _bandwidth(value: int) -> int:
+    if 0 < value < LEAST_BANDWIDTH:
+        raise ValueError(f"{value} bytes per second: {LEAST_BANDWIDTH} is the least, 0 is no limit")
+    return value
+
+
+Bandwidth = Annotated[Natural, AfterValidator(_bandwidth)]
+Streams = Annotated[int, Field(ge=1, le=256)]
+
+
+class TransferLimits(Document):
+    """``limits.json``: what transfers may use while it lies there; None is as the settings say.
+
+    ``bandwidth`` in bytes per second, 0 for no limit; ``streams`` are requests at a time.
+    """
+
+    bandwidth: Bandwidth | None = None
+    streams: Streams | None = None
 
 
 class RestoredFile(BaseModel):

@@ -10,6 +10,7 @@
         status/<save_id>.json          sidecar: where that save stands
         status/sidecar.json            sidecar: heartbeat
         status/trainer.json            hook: attempt, step, heartbeat, finished or not
+        limits.json                    anyone: bandwidth and requests at a time, while it runs
         restored.json                  restore: which record this volume came from
         restoring/<save_id>/...        restore: shards on their way in
         aside/<save_id or time>/...    resume, restore: what must not be loaded, kept
@@ -29,6 +30,7 @@ from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.contract.manifest import (
     MAX_DOCUMENT_BYTES,
+    MAX_LIMITS_BYTES,
     DocumentT,
     NodeIdentity,
     NodeManifest,
@@ -36,6 +38,7 @@ from ds_ckpt_store.contract.manifest import (
     SaveStatus,
     SidecarStatus,
     TrainerStatus,
+    TransferLimits,
     parse,
 )
 from ds_ckpt_store.errors import ManifestError, SettingsError, UnknownSchemaError
@@ -64,6 +67,7 @@ class Volume:
         self.journal = f"{self.own}/journal.db"
         self.lock = f"{self.own}/agent.lock"
         self.restore_lock = f"{self.own}/restore.lock"
+        self.limits = f"{self.own}/limits.json"
         self.restored = f"{self.own}/restored.json"
 
     def prepare(self) -> None:
@@ -100,15 +104,17 @@ class Volume:
             identity = NodeIdentity(node=uuid.uuid4().hex)
             self.fs.create_exclusive(path, identity.to_bytes(), durable=durable)
 
-    def read(self, path: str, kind: type[DocumentT]) -> DocumentT | None:
-        """One document, or None if there is none.
+    def read(
+        self, path: str, kind: type[DocumentT], limit: int = MAX_DOCUMENT_BYTES
+    ) -> DocumentT | None:
+        """One document of at most ``limit`` bytes, or None if there is none.
 
         Raises:
             ManifestError: it breaks a rule of ``kind``.
             UnknownSchemaError: it is newer than this version.
         """
         try:
-            return parse(kind, self.fs.read(path, MAX_DOCUMENT_BYTES))
+            return parse(kind, self.fs.read(path, limit))
         except FileNotFoundError:
             return None
         except (ManifestError, UnknownSchemaError) as error:
@@ -176,6 +182,15 @@ class Volume:
         self.fs.write_atomic(
             f"{self.status}/trainer.json", status.to_bytes(), durable=status.finished
         )
+
+    def transfer_limits(self) -> TransferLimits | None:
+        """What somebody has set while the sidecar runs."""
+        return self.read(self.limits, TransferLimits, MAX_LIMITS_BYTES)
+
+    def write_limits(self, limits: TransferLimits) -> None:
+        """Set limits while the sidecar runs; it looks once a second."""
+        self.fs.make_folder(self.own)
+        self.fs.write_atomic(self.limits, limits.to_bytes())
 
     def restored_from(self) -> Restored | None:
         """Which record this volume was restored from."""

@@ -8,8 +8,17 @@ A decorator around any store. It knows which calls may be repeated without harm:
   it did *not* apply them. After an :class:`AmbiguousError` a repetition might lose to itself, so
   the error goes to the caller, who reads and decides.
 
-A read goes on at the byte where it broke, and hands no byte over twice. Waits grow, with full
-jitter, so that many sidecars do not return at once; a store that throttles is given more time.
+A read goes on at the byte where it broke, and hands no byte over twice. How long to go on depends
+on the kind of error, and on whether anything still works:
+
+- All waits grow, with full jitter, so that many sidecars do not return at once.
+- What is transient or ambiguous is tried a number of times.
+- A store that throttles is asked more slowly, and credentials that have expired are waited for,
+  without a number of tries.
+- Nothing is tried for longer than a deadline in which *nothing* went well: each call that succeeds,
+  in whatever thread, begins it anew. So a large upload survives an hour in which the store is slow
+  or refuses every other call, and a store that is dead ends all calls within one deadline.
+- Everything else (no access, no bucket, wrong bytes, a lost condition) is raised at once.
 """
 
 from __future__ import annotations
@@ -22,7 +31,12 @@ from typing import TypeVar
 import tenacity
 
 from ds_ckpt_store.contract.clock import Clock
-from ds_ckpt_store.errors import AmbiguousError, ThrottledError, TransientError
+from ds_ckpt_store.errors import (
+    AmbiguousError,
+    ExpiredError,
+    ThrottledError,
+    TransientError,
+)
 from ds_ckpt_store.stores.forwarding import Forwarding
 from ds_ckpt_store.stores.port import (
     Condition,
@@ -36,6 +50,7 @@ from ds_ckpt_store.stores.port import (
 )
 
 T = TypeVar("T")
+_INSTANT = 0.001  # seconds
 BATCH = 1000  # keys of a listing that are taken under one guard
 
 
@@ -44,11 +59,13 @@ class RetryPolicy:
     """How long to go on; times in seconds.
 
     Attributes:
-        tries: calls in all, the first one counted.
-        deadline: no new call is made later than this after the first.
+        tries: calls in all, the first one counted; does not bound those that the store throttles
+            or that wait for credentials.
+        deadline: no new call is made later than this after the first failure, or after the last
+            success of any call through the same store.
         base: bound of the first wait; each further bound is twice the one before.
         longest: bound of any wait.
-        throttled: factor on all bounds while the store throttles.
+        throttled: factor on all bounds while the store throttles or credentials have expired.
     """
 
     tries: int = 8
@@ -65,7 +82,7 @@ class Retry:
     Attributes:
         error: why; it names operation and key.
         tries: calls made so far.
-        elapsed: seconds since the first call.
+        elapsed: seconds since the first failure.
         wait: seconds until the next.
     """
 
@@ -83,7 +100,8 @@ class RetryStore(Forwarding):
         clock: for waiting and for the deadline.
         rng: for jitter.
         policy: how long to go on.
-        on_retry: called before each wait; for logs and metrics. Must not raise.
+        on_retry: called before each wait, from whatever thread; for logs and limits. Must not
+            raise.
     """
 
     def __init__(
@@ -100,6 +118,7 @@ class RetryStore(Forwarding):
         self._rng = rng
         self._policy = policy or RetryPolicy()
         self._on_retry = on_retry
+        self._went_well = float("-inf")  # when any call succeeded last
 
     # ---- may always be repeated
 
@@ -203,36 +222,61 @@ class RetryStore(Forwarding):
     # ---- how
 
     def _retry(self, call: Callable[[], T], *, ambiguous: bool = True) -> T:
-        started = self._clock.monotonic()
+        failed: float | None = None  # when this call failed first
 
         def may_heal(error: BaseException) -> bool:
+            nonlocal failed
+            if failed is None:
+                failed = self._clock.monotonic()
             return isinstance(error, TransientError) and (
                 ambiguous or not isinstance(error, AmbiguousError)
             )
 
+        def left() -> float:
+            alive = max(failed or 0.0, self._went_well)
+            return alive + self._policy.deadline - self._clock.monotonic()
+
         def is_over(state: tenacity.RetryCallState) -> bool:
-            late = self._clock.monotonic() - started + state.upcoming_sleep > self._policy.deadline
-            return late or state.attempt_number >= self._policy.tries
+            tried = state.attempt_number >= self._policy.tries and not _is_patient(state)
+            return tried or left() < _INSTANT
 
         def report(state: tenacity.RetryCallState) -> None:
             error = state.outcome.exception() if state.outcome else None
             if self._on_retry is not None and isinstance(error, TransientError):
-                elapsed = self._clock.monotonic() - started
+                elapsed = self._clock.monotonic() - (failed or 0.0)
                 self._on_retry(Retry(error, state.attempt_number, elapsed, state.upcoming_sleep))
+
+        def give_up(state: tenacity.RetryCallState) -> T:
+            error = state.outcome.exception() if state.outcome else None
+            if not isinstance(error, TransientError):
+                raise AssertionError("only what may heal is tried again")  # noqa: TRY004
+            seconds = self._clock.monotonic() - (failed or 0.0)
+            told = f"given up after {state.attempt_number} tries in {seconds:.0f} s"
+            if isinstance(error, ExpiredError):
+                told += "; renew the credentials"
+            raise type(error)(error.operation, error.key, f"{error.answer} ({told})") from error
 
         retrying = tenacity.Retrying(
             retry=tenacity.retry_if_exception(may_heal),
             stop=is_over,
-            wait=self._wait,
+            wait=lambda state: min(self._wait(state), max(left(), 0.0)),
             before_sleep=report,
             sleep=self._clock.sleep,
-            reraise=True,
+            retry_error_callback=give_up,
         )
-        return retrying(call)
+        result = retrying(call)
+        self._went_well = self._clock.monotonic()
+        return result
 
     def _wait(self, state: tenacity.RetryCallState) -> float:
         policy = self._policy
-        bound = min(policy.longest, policy.base * 2 ** (state.attempt_number - 1))
-        if state.outcome is not None and isinstance(state.outcome.exception(), ThrottledError):
+        bound = min(policy.longest, policy.base * 2.0 ** min(state.attempt_number - 1, 32))
+        if _is_patient(state):
             bound *= policy.throttled
         return self._rng.uniform(0, bound)
+
+
+def _is_patient(state: tenacity.RetryCallState) -> bool:
+    """Whether the last error is one that only time, or somebody else, heals."""
+    error = state.outcome.exception() if state.outcome is not None else None
+    return isinstance(error, (ThrottledError, ExpiredError))

@@ -4,13 +4,15 @@ A transfer of one shard is a *story*: a generator that yields batches of jobs an
 results. Its code runs in the calling thread only, so that journal, progress and callbacks need no
 locks; jobs run on the executor and touch nothing but what they were given. What holds:
 
-* At most ``streams`` jobs are on the executor at any time, over all stories.
-* A story begins only when no story before it has a job ready. So at most ``streams`` stories are
-  begun and unfinished, and neither one huge shard nor thousands of tiny ones leaves a stream idle.
+* At most as many jobs are on the executor as the budget allows at that time, over all stories.
+* A story begins only when no story before it has a job ready. So no more stories are begun and
+  unfinished than jobs may run, and neither one huge shard nor thousands of tiny ones leaves a
+  request unused.
 * Everything happens in an order that depends only on the order in which jobs end: with an
   executor that runs a job within ``submit``, a run repeats exactly.
 * ``check`` is called before each job and at least once a second. When it raises, no job is
   submitted any more; those that run are awaited and their results handed over, then it is raised.
+* When nothing moves for a while although jobs run, the budget says so.
 * A story that fails stops itself; those already begun are carried to their end, and no further
   one begins. After an error in ``fatal`` (the whole save is over) nothing more is submitted.
 """
@@ -24,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from ds_ckpt_store.errors import CkptError
+from ds_ckpt_store.transfer.budget import Budget
 
 _CHECK_SECONDS = 1.0
 
@@ -66,7 +69,7 @@ class Coordinator:
 
     Args:
         executor: runs the jobs; it may be shared, and may run a job within ``submit``.
-        streams: jobs at a time.
+        budget: how many jobs may run at a time.
         check: may raise a :class:`CkptError` to stop in good order.
         fatal: errors of a story after which nothing more is submitted, and which are raised
             rather than others.
@@ -76,12 +79,12 @@ class Coordinator:
         self,
         executor: Executor,
         *,
-        streams: int,
+        budget: Budget,
         check: Callable[[], None],
         fatal: tuple[type[CkptError], ...] = (),
     ) -> None:
         self._executor = executor
-        self._streams = streams
+        self._budget = budget
         self._check = check
         self._fatal = fatal
         self._begun: list[_Begun] = []
@@ -97,6 +100,7 @@ class Coordinator:
                 error of a story.
         """
         upcoming = iter(stories)
+        self._budget.alive()
         try:
             while True:
                 self._fill(upcoming)
@@ -104,7 +108,11 @@ class Coordinator:
                     break
                 wait(self._running, timeout=_CHECK_SECONDS, return_when=FIRST_COMPLETED)
                 self._ask()
-                for future in [future for future in self._running if future.done()]:
+                ended = [future for future in self._running if future.done()]
+                if ended:
+                    self._budget.alive()
+                self._budget.watch(len(self._running))
+                for future in ended:
                     self._hand_over(future)
         finally:
             wait(self._running)
@@ -113,7 +121,9 @@ class Coordinator:
         self._raise()
 
     def _fill(self, upcoming: Iterator[Story]) -> None:
-        while len(self._running) < self._streams and self._may_submit():
+        while len(self._running) < self._budget.streams():
+            if not self._may_submit():
+                return
             ready = next((begun for begun in self._begun if begun.waiting), None)
             if ready is not None:
                 index, job = ready.waiting.popleft()
@@ -122,6 +132,7 @@ class Coordinator:
                 continue
             story = None if self._errors else next(upcoming, None)
             if story is None:
+                self._budget.idle()
                 return
             begun = _Begun(story)
             self._begun.append(begun)

@@ -6,8 +6,8 @@
   has those bytes (see :mod:`~ds_ckpt_store.transfer.ranges`).
 * All objects are tried, so that one report names every damaged one.
 
-Memory: what the store's SDK holds for ``streams`` requests, and 1 MiB each while files are
-checked. Descriptors: at most two for each of ``streams`` files.
+Memory: what the store's SDK holds for as many requests as the budget allows, and 1 MiB each while
+files are checked. Descriptors: at most two for each of as many files.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from ds_ckpt_store.errors import (
     TransientError,
 )
 from ds_ckpt_store.stores.port import Store
+from ds_ckpt_store.transfer.budget import Budget
 from ds_ckpt_store.transfer.coordinator import Coordinator, Job, Steps, Story
 from ds_ckpt_store.transfer.plan import PREFERRED_PART
 from ds_ckpt_store.transfer.proof import read_crc32c
@@ -72,8 +73,8 @@ class Downloader:
     Args:
         store: where from; retries of transient errors are its (decorator's) business, but a read
             that breaks off is continued here.
-        executor: runs the jobs; it needs ``streams`` threads, or runs them within ``submit``.
-        streams: ranges at a time, over all objects of a call.
+        executor: runs the jobs; it needs ``budget.fit`` threads, or runs them within ``submit``.
+        budget: ranges at a time, over all objects of a call, and bandwidth.
         part_size: bytes of a range.
         fs: where to.
         clock: for the pause before a read that broke off goes on.
@@ -84,14 +85,14 @@ class Downloader:
         store: Store,
         executor: Executor,
         *,
-        streams: int,
+        budget: Budget,
         part_size: int = PREFERRED_PART,
         fs: Filesystem,
         clock: Clock,
     ) -> None:
         self._store = store
         self._executor = executor
-        self._streams = streams
+        self._budget = budget
         self._part_size = part_size
         self._fs = fs
         self._clock = clock
@@ -156,7 +157,7 @@ class Downloader:
         return [damages[shard.key] for shard in objects if shard.key in damages]
 
     def _run(self, stories: Iterator[Story], check: Callable[[], None]) -> None:
-        Coordinator(self._executor, streams=self._streams, check=check).run(stories)
+        Coordinator(self._executor, budget=self._budget, check=check).run(stories)
 
     # ---- verifying
 
@@ -187,7 +188,7 @@ class Downloader:
             damages[shard.key] = Damage(shard.key, reason)
 
     def _job_read(self, shard: RemoteShard, wanted: Range) -> Range:
-        value = read_crc32c(self._store, shard.key, wanted.offset, wanted.length)
+        value = read_crc32c(self._store, shard.key, wanted.offset, wanted.length, self._budget.pace)
         return Range(wanted.offset, wanted.length, value)
 
     # ---- fetching
@@ -271,9 +272,8 @@ class Downloader:
         finally:
             os.close(fd)
 
-    @staticmethod
-    def _job_local(fd: int, wanted: Range) -> Range:
-        value, count = crc32c_of_fd(fd, wanted.offset, wanted.length)
+    def _job_local(self, fd: int, wanted: Range) -> Range:
+        value, count = crc32c_of_fd(fd, wanted.offset, wanted.length, check=self._budget.alive)
         return Range(wanted.offset, count, value)
 
     def _job_range(self, fd: int, shard: RemoteShard, wanted: Range) -> tuple[Range, int]:
@@ -286,6 +286,7 @@ class Downloader:
             nonlocal value, received
             if received + len(view) > wanted.length:
                 raise CorruptionError("read", shard.key, "more bytes came than were asked for")
+            self._budget.pace(len(view))
             value = crc32c(view, value)
             while len(view):
                 count = os.pwrite(fd, view, wanted.offset + received)

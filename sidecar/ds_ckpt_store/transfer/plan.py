@@ -1,8 +1,9 @@
 """Part plan: how an object is cut, within what its provider allows.
 
-Parts have one size, but for the last. The preferred size is kept as long as the provider's
-number of parts suffices, and then grown in whole MiB: 16 MiB parts reach 156 GiB at 10,000 parts,
-and a 5 TiB object is sent in parts of 525 MiB.
+Parts have one size, but for the last. The preferred size is kept as long as 10,000 parts suffice,
+and then grown in whole MiB: 16 MiB parts reach 156 GiB, and a 5 TiB object is sent in parts of
+525 MiB. Providers that take more parts get more only if these would become too large: what is
+remembered of each part counts in memory, its size does not, since it is streamed.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ds_ckpt_store.errors import SettingsError
-from ds_ckpt_store.stores.port import Limits
+from ds_ckpt_store.stores.port import Capabilities, Limits
 
 MIB = 1 << 20
+MOST_PARTS = 10_000
 PREFERRED_PART = 16 * MIB
 
 
@@ -61,7 +63,7 @@ def plan_parts(size: int, limits: Limits, preferred: int = PREFERRED_PART) -> Pa
             f"an object of {size} bytes: this store takes at most {limits.max_object}"
         )
     part_size = min(max(preferred, limits.min_part, 1), limits.max_part)
-    needed = -(-size // limits.max_parts)
+    needed = -(-size // min(limits.max_parts, MOST_PARTS))
     if needed > part_size:
         part_size = min(-(-needed // MIB) * MIB, limits.max_part)
     plan = PartPlan(size, part_size)
@@ -73,6 +75,33 @@ def plan_parts(size: int, limits: Limits, preferred: int = PREFERRED_PART) -> Pa
     return plan
 
 
-def sent_whole(size: int, limits: Limits, preferred: int = PREFERRED_PART) -> bool:
-    """Whether an object is small enough to be sent by one ``put``."""
-    return size <= min(preferred, limits.max_put)
+def sent_whole(size: int, capabilities: Capabilities, preferred: int = PREFERRED_PART) -> bool:
+    """Whether an object is sent by one ``put``: a small one, or any if the store has no parts.
+
+    Raises:
+        SettingsError: the store has no parts, and takes no object of that size at once.
+    """
+    limits = capabilities.limits
+    if capabilities.parts:
+        return size <= min(preferred, limits.max_put)
+    if size > min(limits.max_put, limits.max_object):
+        raise SettingsError(
+            f"an object of {size} bytes: this store takes objects whole, and at most "
+            f"{min(limits.max_put, limits.max_object)} bytes at once; use another store, or more "
+            "ranks, whose files are smaller"
+        )
+    return True
+
+
+def check_preferred(preferred: int, capabilities: Capabilities) -> None:
+    """Refuse a preferred size of parts that the store could never keep to.
+
+    Raises:
+        SettingsError: says what to set.
+    """
+    most = capabilities.limits.max_part
+    if capabilities.parts and preferred > most:
+        raise SettingsError(
+            f"--part-mib {preferred // MIB} (or DS_CKPT_PART_MIB): this store takes parts of at "
+            f"most {most // MIB} MiB; set that or less"
+        )

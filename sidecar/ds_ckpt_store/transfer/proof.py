@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ds_ckpt_store.contract.digest import crc32c, to_hex
 from ds_ckpt_store.errors import CorruptionError, NotFoundError
 from ds_ckpt_store.stores.port import ObjectInfo, Proof, Store
@@ -34,8 +36,8 @@ def check_head(store: Store, key: str, size: int, checksum: int) -> ObjectInfo:
     """What the store says of an object just written.
 
     Under STORED_CHECKSUM it must tell the right CRC32C. Under other proofs the size must be
-    right (the bytes were checked on their way in, or are read back next), and a CRC32C too if it
-    tells one.
+    right (the bytes were checked on their way in or as they were written, or are read back next),
+    and a CRC32C too if it tells one.
 
     Raises:
         NotFoundError: there is no such object.
@@ -51,6 +53,27 @@ def check_head(store: Store, key: str, size: int, checksum: int) -> ObjectInfo:
     return info
 
 
+def tells_all(store: Store, info: ObjectInfo, size: int, checksum: int) -> bool:
+    """Whether the answer to a put is the proof itself, so that no second question is needed.
+
+    Under STORED_CHECKSUM and WRITTEN_CHECKSUM that is the CRC32C of the object as the store
+    computed or checked it, if the answer holds it. Under all other proofs, look again.
+
+    Raises:
+        CorruptionError: the answer tells another CRC32C.
+    """
+    if store.proof not in (Proof.STORED_CHECKSUM, Proof.WRITTEN_CHECKSUM) or info.crc32c is None:
+        return False
+    if (info.size, info.crc32c) != (size, checksum):
+        raise CorruptionError(
+            "put",
+            info.key,
+            f"the store holds {info.size} bytes of CRC32C {to_hex(info.crc32c)}; {size} bytes of "
+            f"{to_hex(checksum)} were to be sent",
+        )
+    return True
+
+
 def check_read_back(key: str, value: int, checksum: int) -> None:
     """Compare what was read back.
 
@@ -63,12 +86,23 @@ def check_read_back(key: str, value: int, checksum: int) -> None:
         )
 
 
-def read_crc32c(store: Store, key: str, offset: int, length: int) -> int:
-    """CRC32C of a range as the store returns it; nothing of it is kept."""
+def read_crc32c(
+    store: Store, key: str, offset: int, length: int, pace: Callable[[int], None]
+) -> int:
+    """CRC32C of a range as the store returns it; nothing of it is kept.
+
+    Args:
+        store: where from.
+        key: the object's.
+        offset: first byte.
+        length: bytes.
+        pace: called with the size of each piece that came; may wait.
+    """
     value = 0
 
     def sink(view: memoryview) -> None:
         nonlocal value
+        pace(len(view))
         value = crc32c(view, value)
 
     if length:

@@ -1,7 +1,7 @@
-"""A slice of an open file as a body to send, in views of at most 1 MiB.
+"""A slice of an open file as a body to send, in small views.
 
 Reading a part whole would cost its size in memory for each stream; here a body holds one buffer
-of at most 1 MiB while it is read, and hands out views of it, so that no byte is copied on its way
+of 256 KiB while it is read, and hands out views of it, so that no byte is copied on its way
 to the socket. The checksum is made in a first pass (which leaves the slice in the page cache),
 because a store is told it before the body.
 """
@@ -40,6 +40,7 @@ class FileSlice(FileSource):
         size: bytes.
         name: of the shard, for messages.
         pace: called with the size of each piece before it is handed out to be sent; may wait.
+            While bytes are read for their sum it is called with 0, which says: still at work.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class FileSlice(FileSource):
             ShardUnreadableError: the system cannot read it.
         """
         try:
-            value, count = crc32c_of_fd(self.fd, self.offset, self.size)
+            value, count = crc32c_of_fd(self.fd, self.offset, self.size, check=lambda: self.pace(0))
         except OSError as error:
             raise _unreadable(self._name, error) from error
         if count < self.size:
@@ -90,7 +91,7 @@ class FileSlice(FileSource):
 class SliceReader(io.RawIOBase):
     """Reads a slice in views of one buffer; a view holds until the next ``read``.
 
-    ``read(n)`` gives up to 1 MiB **even if n is less**: HTTP libraries ask for 8 or 16 KiB at a
+    ``read(n)`` gives up to 256 KiB **even if n is less**: HTTP libraries ask for 8 or 16 KiB at a
     time, and so many rounds cost more than sending does. Who must not get more than it asks for
     reads through ``io.BufferedReader``. Without a size, ``read`` gives all that is left, as bytes.
     """

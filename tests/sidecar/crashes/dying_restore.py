@@ -12,6 +12,7 @@ from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.restore import Restore, is_restored
 from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.port import Store
+from ds_ckpt_store.transfer.budget import Budget
 from tests.sidecar.crashes import campaign, scene
 from tests.sidecar.crashes.dying import (
     DyingFilesystem,
@@ -62,7 +63,8 @@ class RestoreCampaign:
 
     def _restore(self, volume: Volume, store: Store, fs: Filesystem, seed: int) -> None:
         clock, rng = StillClock(2_000_000_000), random.Random(seed)
-        restore = Restore(store, Inline(), streams=2, clock=clock, rng=rng)
+        budget = Budget(clock, streams=2)
+        restore = Restore(store, Inline(), budget=budget, clock=clock, rng=rng)
         restore.run(Volume(volume.path, fs))
 
     def _live_or_die(self, volume: Volume, fate: Fate) -> None:

@@ -31,6 +31,7 @@ from ds_ckpt_store.restore import Restore
 from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.file import FileStore
 from ds_ckpt_store.stores.port import BytesSource, Store
+from ds_ckpt_store.transfer.budget import Budget
 from tests.sidecar.crashes.dying import Inline, StillClock
 from tests.sidecar.handoff import START_MS, Files, Trainer
 
@@ -289,7 +290,8 @@ def check_as(found: Rest, expected: Rest) -> None:
 def restore_anew(store: Store, path: str) -> None:
     """Restore the newest checkpoint onto a new volume."""
     clock = StillClock(2_000_000_000)
-    Restore(store, Inline(), streams=1, clock=clock, rng=random.Random(1)).run(Volume(path))
+    budget = Budget(clock, streams=1)
+    Restore(store, Inline(), budget=budget, clock=clock, rng=random.Random(1)).run(Volume(path))
 
 
 def check_restored(volume: Volume, tag: str, files: Files, companions: Files = COMPANIONS) -> None:

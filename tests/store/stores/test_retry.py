@@ -10,6 +10,7 @@ from ds_ckpt_store.errors import (
     AccessError,
     AmbiguousError,
     CorruptionError,
+    ExpiredError,
     NotFoundError,
     PreconditionError,
     RefusedError,
@@ -18,7 +19,7 @@ from ds_ckpt_store.errors import (
 )
 from ds_ckpt_store.stores.faulty import FaultyStore, Rule
 from ds_ckpt_store.stores.memory import MemoryBucket, MemoryStore
-from ds_ckpt_store.stores.port import BytesSource, IfAbsent
+from ds_ckpt_store.stores.port import BytesSource, IfAbsent, ObjectInfo
 from ds_ckpt_store.stores.retry import Retry, RetryPolicy, RetryStore
 
 MIB = 1 << 20
@@ -179,9 +180,9 @@ def test_it_gives_up_before_the_deadline(faulty, clock) -> None:
 
 
 def test_waits_are_jittered_and_bounded_and_longer_for_a_store_that_throttles(clock) -> None:
-    policy = RetryPolicy(tries=200, deadline=1e9, base=1, longest=8, throttled=4)
-    longest = {}
-    for error in (TransientError, ThrottledError):
+    policy = RetryPolicy(tries=200, deadline=4000, base=1, longest=8, throttled=4)
+    longest: dict[type[TransientError], float] = {}
+    for error in (TransientError, ThrottledError, ExpiredError):
         faulty = FaultyStore(MemoryStore(MemoryBucket(clock)))
         faulty.script.append(Rule("head", "fail-before", error=error, count=None))
         clock.slept.clear()
@@ -192,6 +193,65 @@ def test_waits_are_jittered_and_bounded_and_longer_for_a_store_that_throttles(cl
         assert clock.slept[0] <= policy.base * policy.throttled
     assert 4 < longest[TransientError] <= 8
     assert 16 < longest[ThrottledError] <= 32
+    assert 16 < longest[ExpiredError] <= 32
+
+
+@pytest.mark.parametrize("error", [ThrottledError, ExpiredError])
+def test_what_only_time_heals_is_bounded_by_the_deadline_alone(faulty, clock, error) -> None:
+    policy = RetryPolicy(tries=3, deadline=600)
+    store = RetryStore(faulty, clock, random.Random(1), policy=policy)
+    faulty.script.append(Rule("head", "fail-before", error=error, count=None))
+    started = clock.now
+    with pytest.raises(error):
+        store.head("k")
+    assert len(faulty.asked("head")) > 10
+    assert clock.now - started == pytest.approx(600, abs=0.01)
+
+
+def test_a_store_that_throttles_for_a_while_is_waited_for(store, faulty) -> None:
+    faulty.script.append(Rule("delete", "fail-before", error=ThrottledError, count=9))
+    store.delete("k")
+    assert len(faulty.asked("delete")) == 10
+
+
+def test_progress_anywhere_renews_the_deadline(faulty, clock) -> None:
+    """Two calls take turns on one clock: one fails for an hour, while others go well."""
+    started = clock.now
+
+    class Refusing(FaultyStore):
+        def put(self, *args: object, **options: object) -> ObjectInfo:
+            if clock.now - started < 3600:
+                store.list("")
+                list(store.uploads(""))
+            raise ThrottledError("put", "k", "503 SlowDown")
+
+    policy = RetryPolicy(deadline=100)
+    store = RetryStore(Refusing(faulty.store), clock, random.Random(1), policy=policy)
+    with pytest.raises(ThrottledError):
+        store.put("k", BytesSource(b"x"))
+    assert 3600 + 50 < clock.now - started < 3600 + 200
+
+
+def test_a_dead_store_ends_all_calls_within_one_deadline(faulty, clock) -> None:
+    policy = RetryPolicy(tries=10_000, deadline=100)
+    store = RetryStore(faulty, clock, random.Random(1), policy=policy)
+    store.list("")
+    faulty.script.append(Rule("*", "fail-before", count=None))
+    for call in (CALLS["head"], CALLS["get"], CALLS["begin"]):
+        started = clock.now
+        with pytest.raises(TransientError):
+            call(store)
+        assert clock.now - started <= 100.01
+
+
+def test_who_gives_up_says_what_and_after_how_long(faulty, clock) -> None:
+    store = RetryStore(faulty, clock, random.Random(1), policy=RetryPolicy(tries=3))
+    faulty.script.append(Rule("head", "fail-before", count=None))
+    with pytest.raises(TransientError, match=r"^head 'k': .*given up after 3 tries in \d+ s"):
+        store.head("k")
+    faulty.script[:] = [Rule("get", "fail-before", error=ExpiredError, count=None)]
+    with pytest.raises(ExpiredError, match="renew the credentials"):
+        store.get("k")
 
 
 def test_a_caller_hears_of_each_retry(store, faulty, reports, clock) -> None:

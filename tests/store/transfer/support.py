@@ -15,6 +15,7 @@ from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.stores.faulty import FaultyStore, Rule
 from ds_ckpt_store.stores.memory import MemoryBucket, MemoryStore
 from ds_ckpt_store.stores.port import BytesSource, Capabilities, Limits, Proof
+from ds_ckpt_store.transfer.budget import Budget
 from ds_ckpt_store.transfer.download import Downloader, RemoteShard
 from ds_ckpt_store.transfer.upload import (
     LocalShard,
@@ -109,7 +110,11 @@ class Scene:
         """One start of the process that uploads."""
         self.sent = 0
         uploader = Uploader(
-            self.store, self.executor, streams=streams, part_size=PART, clock=self.clock
+            self.store,
+            self.executor,
+            budget=Budget(self.clock, streams=streams),
+            part_size=PART,
+            clock=self.clock,
         )
         return uploader.upload(
             shards,
@@ -153,7 +158,7 @@ class Scene:
         return Downloader(
             self.store,
             self.executor,
-            streams=streams,
+            budget=Budget(self.clock, streams=streams),
             part_size=part_size,
             fs=Filesystem(),
             clock=self.clock,

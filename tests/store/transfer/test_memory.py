@@ -22,6 +22,7 @@ from ds_ckpt_store.contract.digest import crc32c, crc32c_of_fd
 from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.stores.memory import MemoryBucket, MemoryStore
 from ds_ckpt_store.stores.port import Capabilities, ObjectInfo, Part, Proof
+from ds_ckpt_store.transfer.budget import Budget
 from ds_ckpt_store.transfer.download import Downloader, RemoteShard
 from ds_ckpt_store.transfer.upload import LocalShard, MemoryUploadLog, Uploader
 
@@ -65,17 +66,18 @@ store = Sieve(MemoryBucket(SystemClock()), Capabilities(proofs=(Proof.SIGNED_PAY
 size = 256 << 20
 with open(path, "rb") as file:
     value, _ = crc32c_of_fd(file.fileno(), 0, size)
+budget = Budget(SystemClock(), streams=streams)
 with ThreadPoolExecutor(streams) as executor:
     before = peak()
     if direction == "up":
         shard = LocalShard("k", size, value, lambda: os.open(path, os.O_RDONLY))
-        uploader = Uploader(store, executor, streams=streams, clock=SystemClock())
+        uploader = Uploader(store, executor, budget=budget, clock=SystemClock())
         uploader.upload(
             [shard], MemoryUploadLog(), check=nothing, progress=nothing, stored=nothing
         )
     else:
         downloader = Downloader(
-            store, executor, streams=streams, fs=Filesystem(), clock=SystemClock()
+            store, executor, budget=budget, fs=Filesystem(), clock=SystemClock()
         )
         downloader.fetch(
             [RemoteShard("k", size, value, path + ".restored")],

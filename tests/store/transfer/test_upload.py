@@ -15,13 +15,14 @@ from ds_ckpt_store.errors import (
     CorruptionError,
     NotFoundError,
     PausedError,
+    SettingsError,
     ShardChangedError,
     ShardUnreadableError,
     TransientError,
 )
 from ds_ckpt_store.stores.faulty import FaultyStore, Rule
 from ds_ckpt_store.stores.memory import MemoryStore
-from ds_ckpt_store.stores.port import Limits, Part, Proof, Upload
+from ds_ckpt_store.stores.port import Capabilities, Limits, Part, Proof, Upload
 from ds_ckpt_store.transfer.upload import LocalShard, MemoryUploadLog
 from tests.store.transfer.support import (
     PART,
@@ -73,10 +74,64 @@ def test_what_is_stored_already_is_not_sent_again(scene: Scene) -> None:
     shards = [scene.shard("large.pt", 4 * PART), scene.shard("small.pt", 100)]
     scene.upload(*shards)
     scene.store.calls.clear()
-    again = scene.upload(*shards, log=MemoryUploadLog())
+    again = scene.upload(*shards)
     assert [stored.key for stored in again] == ["large.pt", "small.pt"]
     assert {call.operation for call in scene.store.calls} == {"head"}
     assert scene.sent == 0
+
+
+def test_what_is_stored_already_is_found_without_the_log_unless_it_is_small(scene: Scene) -> None:
+    shards = [scene.shard("large.pt", 4 * PART), scene.shard("small.pt", 100)]
+    scene.upload(*shards)
+    scene.store.calls.clear()
+    scene.upload(*shards, log=MemoryUploadLog())
+    assert [(call.operation, call.key) for call in scene.store.calls if call.key == "large.pt"] == [
+        ("head", "large.pt")
+    ]
+    assert scene.sent == 100
+    assert scene.holds(*shards)
+
+
+def test_a_small_shard_costs_one_request_where_its_answer_is_the_proof(scene: Scene) -> None:
+    shards = [scene.shard(f"{number}.pt", 100 + number) for number in range(20)]
+    scene.upload(*shards)
+    assert [call.operation for call in scene.store.calls] == ["put"] * 20
+    assert scene.holds(*shards)
+
+
+@pytest.mark.parametrize("proof", [Proof.SIGNED_PAYLOAD, Proof.CONTENT_CRC64, Proof.CONTENT_MD5])
+def test_a_small_shard_is_looked_at_where_the_answer_tells_no_checksum(
+    scene: Scene, proof: Proof
+) -> None:
+    scene.store = FaultyStore(memory_store(scene.bucket, proof))
+    scene.upload(scene.shard("rank0.pt", 100))
+    assert [call.operation for call in scene.store.calls] == ["put", "head"]
+
+
+def test_a_store_without_parts_gets_large_shards_whole_and_is_looked_at_first(
+    scene: Scene,
+) -> None:
+    scene.store = FaultyStore(
+        MemoryStore(scene.bucket, Capabilities(parts=False, limits=Limits(min_part=1)))
+    )
+    shards = [scene.shard("large.pt", 4 * PART), scene.shard("small.pt", 100)]
+    scene.upload(*shards)
+    assert scene.holds(*shards)
+    assert not scene.store.asked("begin")
+    scene.store.calls.clear()
+    scene.upload(*shards, log=MemoryUploadLog())
+    assert len(scene.store.asked("put", "large")) == 0
+    assert scene.sent == 100
+
+
+def test_a_store_without_parts_that_takes_less_at_once_refuses_with_a_sentence(
+    scene: Scene,
+) -> None:
+    limits = Limits(max_put=3 * PART)
+    scene.store = FaultyStore(MemoryStore(scene.bucket, Capabilities(parts=False, limits=limits)))
+    with pytest.raises(SettingsError, match="whole"):
+        scene.upload(scene.shard("large.pt", 4 * PART))
+    assert not scene.bucket.objects
 
 
 @pytest.mark.parametrize("proof", [Proof.SIGNED_PAYLOAD, Proof.CONTENT_MD5, Proof.READ_BACK])
