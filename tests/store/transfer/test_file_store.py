@@ -7,7 +7,6 @@ import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
