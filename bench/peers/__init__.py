@@ -1,0 +1,1 @@
+"""What the benchmarks share: servers, clients, measuring and the report."""

@@ -1,0 +1,76 @@
+"""Whether a client did what it was to do: all bytes, and the right ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from ds_ckpt_store.contract import digest
+from peers.measure import FailedError
+from peers.servers import BUCKET, Server
+from peers.source import MIB, Case
+
+SAMPLES = 4
+
+
+def uploaded(server: Server, case: Case, sums: Mapping[str, str]) -> None:
+    """All files are in the store with their sizes, and some of them are read back.
+
+    Raises:
+        FailedError: they are not.
+    """
+    if server.received is not None:
+        _compare("bytes received", server.received(), case.total)
+        return
+    sizes = stored_sizes(server)
+    _compare("files stored", sorted(PurePosixPath(key).name for key in sizes), sorted(sums))
+    _compare("their sizes", set(sizes.values()), {case.size})
+    for key in list(sizes)[:SAMPLES]:
+        _compare(f"CRC32C of {key}", _crc32c(server, key), sums[PurePosixPath(key).name])
+
+
+def downloaded(folder: Path, case: Case, sums: Mapping[str, str]) -> None:
+    """All files are there, byte for byte.
+
+    Raises:
+        FailedError: they are not.
+    """
+    paths = sorted(path for path in folder.rglob("*.pt") if path.is_file())
+    _compare("files fetched", [path.name for path in paths], sorted(sums))
+    for path in paths:
+        _compare(f"size of {path.name}", path.stat().st_size, case.size)
+        with path.open("rb") as file:
+            value, _ = digest.crc32c_of_fd(file.fileno(), 0, case.size)
+        _compare(f"CRC32C of {path.name}", digest.to_hex(value), sums[path.name])
+
+
+def stored_sizes(server: Server) -> dict[str, int]:
+    """Keys, or paths below the folder, of all shards in the store, with their sizes."""
+    if server.folder is not None:
+        paths = (path for path in server.folder.rglob("*.pt") if path.is_file())
+        return {str(path.relative_to(server.folder)): path.stat().st_size for path in paths}
+    pages = server.client().get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
+    return {
+        item["Key"]: item["Size"]
+        for page in pages
+        for item in page.get("Contents", ())
+        if item["Key"].endswith(".pt")
+    }
+
+
+def _crc32c(server: Server, key: str) -> str:
+    value = 0
+    if server.folder is not None:
+        path = server.folder / key
+        with path.open("rb") as file:
+            value, _ = digest.crc32c_of_fd(file.fileno(), 0, path.stat().st_size)
+    else:
+        body = server.client().get_object(Bucket=BUCKET, Key=key)["Body"]
+        for piece in body.iter_chunks(MIB):
+            value = digest.crc32c(piece, value)
+    return digest.to_hex(value)
+
+
+def _compare(what: str, found: object, expected: object) -> None:
+    if found != expected:
+        raise FailedError(f"{what}: {str(found)[:300]}, expected {str(expected)[:300]}")
