@@ -58,7 +58,7 @@ class Access:
         block: bytes of a large object that are held and sent at a time.
 
     Attributes:
-        spent: the instance cannot be used again.
+        spent: the instance cannot be used again, or not before what it does has ended well.
     """
 
     # Renaming replaces a file in one step here, and says so if it could not.
@@ -178,9 +178,9 @@ class LocalAccess(FolderAccess):
 
     @staticmethod
     def request_memory(block: int) -> int:
-        """One piece."""
+        """A piece and the next."""
         del block
-        return PIECE
+        return 2 * PIECE
 
 
 class SftpAccess(FolderAccess):

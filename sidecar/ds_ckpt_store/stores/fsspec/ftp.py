@@ -78,6 +78,7 @@ class FtpAccess(FolderAccess):
         ftp.voidcmd("TYPE I")
         buffer = memoryview(bytearray(min(PIECE, max(length, 1))))
         done = 0
+        self.spent = True  # an answer is owed from here on
         with contextlib.closing(self._retrieve(path, offset)) as connection:
             while done < length:
                 count = connection.recv_into(buffer[: length - done])
@@ -86,10 +87,9 @@ class FtpAccess(FolderAccess):
                 call(sink, buffer[:count])
                 done += count
             at_end = done < length or not connection.recv(1)
-        if at_end:
+        if at_end:  # else servers answer variously, since the rest was not taken
             ftp.voidresp()
-        else:
-            self.spent = True  # servers answer variously when the rest is not taken
+            self.spent = False
         return done
 
     def _retrieve(self, path: str, offset: int) -> Any:
@@ -100,7 +100,9 @@ class FtpAccess(FolderAccess):
 
     def write(self, path: str, source: Source) -> None:
         """By one STOR."""
+        self.spent = True
         self.fs.ftp.storbinary(f"STOR {path}", _Reader(pieces(source)), blocksize=PIECE)
+        self.spent = False
 
     def rename(self, old: str, new: str) -> None:
         """By RNFR and RNTO; where a server does not replace, what is there is removed first."""

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-import fsspec
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.registry import get_filesystem_class
+from fsspec.registry import get_filesystem_class, known_implementations, registry
 
 from ds_ckpt_store.errors import SettingsError
 
@@ -79,12 +78,12 @@ class FsspecOptions:
         kind = _kind(url, protocol)
         _check_url(url, kind)
         given = _given_options(environ)
-        arguments = {
-            **_guards(protocol, kind, stall_seconds),
-            **kind._get_kwargs_from_urls(url),
-            **given,
-        }
-        root = str(kind._strip_protocol(url)).rstrip("/")
+        try:
+            of_url = kind._get_kwargs_from_urls(url)
+            root = str(kind._strip_protocol(url)).rstrip("/")
+        except ValueError as error:
+            raise SettingsError(f"{url!r}: is no URL of {protocol}://: {error}") from error
+        arguments = {**_guards(protocol, kind, stall_seconds), **of_url, **given}
         if not root.strip("/"):
             raise SettingsError(f"{url!r}: names no folder; write {protocol}://.../folder")
         return cls(url.rstrip("/"), protocol, kind, arguments, root, _block(environ))
@@ -102,7 +101,7 @@ def _kind(url: str, protocol: str) -> Any:
 
     if "::" in url:
         raise SettingsError(f"{url!r}: a chain of file systems is no destination")
-    if protocol not in fsspec.available_protocols():
+    if protocol not in {*known_implementations, *registry}:
         known = ", ".join(f"{scheme}://" for scheme in PROVIDERS)
         raise SettingsError(
             f"unknown kind of store {protocol!r}; known are {known} and what fsspec knows"

@@ -166,13 +166,20 @@ class FsspecStore:
             self._refuse_folder(access, key, path)
             access.rename(temporary, path)
         except BaseException:
-            with contextlib.suppress(Exception):
-                access.remove(temporary)
+            self._drop(access, temporary)
             raise
         if not self._cleared:
             self._cleared = True
             self._clear_up(access, info.modified)
         return info
+
+    def _drop(self, access: Access, temporary: str) -> None:
+        """Remove a file that did not become an object; if that fails, a later start does."""
+        with contextlib.suppress(Exception):
+            able = self._instances.take() if access.spent else access
+            able.remove(temporary)
+            if able is not access:
+                self._instances.give_back(able)
 
     @staticmethod
     def _refuse_folder(access: Access, key: str, path: str) -> None:
