@@ -247,7 +247,7 @@ def test_bytes_that_change_on_their_way_are_sent_again(world: World, trainer: Tr
 def test_a_store_whose_head_forgets_an_object_is_not_believed(
     world: World, trainer: Trainer
 ) -> None:
-    manifest = trainer.save("t", {"x": 10})
+    manifest = trainer.save("t", {"x": 6 * MIB})
     world.fault("head", "fail-before", "t@.*/x$", count=None, error=NotFoundError)
     assert world.once(trainer.volume.path) == 1
     assert world.states() == {}

@@ -11,6 +11,7 @@ nodes, that see one object store.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -178,7 +179,9 @@ class MemoryStore:
         data = self._receive("put", key, source)
         with self.bucket.lock:
             self._judge("put", key, condition)
-            return self._store(key, data, {})
+            info = self._store(key, data, {})
+        written = self._proof is Proof.WRITTEN_CHECKSUM
+        return dataclasses.replace(info, crc32c=crc32c(data)) if written else info
 
     def get(self, key: str) -> tuple[bytes, ObjectInfo]:
         """A small object whole."""
@@ -240,7 +243,8 @@ class MemoryStore:
         with self.bucket.lock:
             token = self.bucket.fresh("part")
             self._find_upload("put_part", upload).parts[number] = (data, token)
-        return Part(number, len(data), source.crc32c, token)
+        written = self._proof is Proof.WRITTEN_CHECKSUM
+        return Part(number, len(data), crc32c(data) if written else source.crc32c, token)
 
     def parts(self, upload: Upload) -> dict[int, tuple[int, str]]:
         """What the store holds of an upload."""
@@ -285,7 +289,7 @@ class MemoryStore:
             data = b"".join(iter(lambda: bytes(reader.read(_READ_VIEW)), b""))
         if len(data) != source.size:
             raise RefusedError(operation, key, f"{len(data)} bytes came, {source.size} announced")
-        checked = self._refuses and self._proof is not Proof.READ_BACK
+        checked = self._refuses and self._proof not in (Proof.READ_BACK, Proof.WRITTEN_CHECKSUM)
         if checked and crc32c(data) != source.crc32c:
             raise CorruptionError(operation, key, "the body does not match its checksum")
         return data

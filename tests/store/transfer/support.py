@@ -82,6 +82,7 @@ class Scene:
     clock: TickingClock = field(default_factory=TickingClock)
     log: MemoryUploadLog = field(default_factory=MemoryUploadLog)
     proof: Proof = Proof.STORED_CHECKSUM
+    bandwidth: int = 0
     sent: int = 0
     stored: list[Stored] = field(default_factory=list)
     fetched: int = 0
@@ -112,7 +113,7 @@ class Scene:
         uploader = Uploader(
             self.store,
             self.executor,
-            budget=Budget(self.clock, streams=streams),
+            budget=Budget(self.clock, streams=streams, bandwidth=self.bandwidth),
             part_size=PART,
             clock=self.clock,
         )
@@ -158,7 +159,7 @@ class Scene:
         return Downloader(
             self.store,
             self.executor,
-            budget=Budget(self.clock, streams=streams),
+            budget=Budget(self.clock, streams=streams, bandwidth=self.bandwidth),
             part_size=part_size,
             fs=Filesystem(),
             clock=self.clock,
