@@ -20,8 +20,10 @@ import boto3
 from ds_ckpt_sidecar.demo.s3_server import HOST, S3Server, free_ports
 from ds_ckpt_store.contract.clock import system_random
 from ds_ckpt_store.stores.s3 import S3Options, S3Store
+from tests import certificates
 
 REGION = "us-east-1"
+INSTALLED = Path(__file__).parent.parent / ".servers"
 
 
 @dataclass(frozen=True)
@@ -31,11 +33,15 @@ class S3:
     endpoint: str
     access_key: str
     secret_key: str = field(repr=False)
+    ca_bundle: str | None = None
+    https: S3 | None = None  # the same server by its other port
 
     @property
     def environ(self) -> dict[str, str]:
         """With this, a process of ours finds the server and may use it."""
+        bundle = {"DS_CKPT_S3_CA_BUNDLE": self.ca_bundle} if self.ca_bundle else {}
         return {
+            **bundle,
             "DS_CKPT_S3_ENDPOINT": self.endpoint,
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -50,6 +56,7 @@ class S3:
             aws_access_key_id=self.access_key,
             aws_secret_access_key=self.secret_key,
             region_name=REGION,
+            verify=self.ca_bundle,
         )
 
     def bucket(self) -> str:
@@ -58,17 +65,36 @@ class S3:
         self.client().create_bucket(Bucket=name)
         return name
 
-    def store(self, bucket: str, prefix: str = "run") -> S3Store:
-        """A store there; credentials come from the environment, as always."""
-        return S3Store.from_url(f"s3://{bucket}/{prefix}", S3Options(endpoint_url=self.endpoint))
+    def store(self, bucket: str, prefix: str = "run", **settings: str) -> S3Store:
+        """A store there; credentials come from the environment, as always.
+
+        Args:
+            bucket: its name.
+            prefix: in it.
+            settings: further ones, without ``DS_CKPT_S3_`` and in lower case.
+        """
+        more = {f"DS_CKPT_S3_{name.upper()}": value for name, value in settings.items()}
+        options = S3Options.from_environ({**self.environ, **more})
+        return S3Store.from_url(f"s3://{bucket}/{prefix}", options)
+
+
+def installed(path: str) -> Path:
+    """What ``make servers`` has installed there, below its folder."""
+    found = INSTALLED / path
+    assert found.exists(), f"{found} is missing: run `make servers` first"
+    return found
 
 
 @contextlib.contextmanager
 def seaweed(folder: Path, access_key: str, secret_key: str) -> Iterator[S3]:
-    server = S3Server(folder)
+    files = certificates.make(folder)
+    (port,) = free_ports(1, system_random())
+    tls = [f"-s3.port.https={port}", f"-s3.cert.file={files.certificate}"]
+    server = S3Server(folder, arguments=[*tls, f"-s3.key.file={files.key}"])
     server.access_key, server.secret_key = access_key, secret_key
     with server:
-        yield S3(server.url, access_key, secret_key)
+        https = S3(f"https://{HOST}:{port}", access_key, secret_key, str(files.authority))
+        yield S3(server.url, access_key, secret_key, https=https)
 
 
 @contextlib.contextmanager
