@@ -273,3 +273,14 @@ def test_a_rewrite_in_the_same_instant_has_another_version(store: FileStore, roo
     assert len(versions) == 50
     mtimes = os.stat(root / "k").st_mtime_ns
     assert str(mtimes) in store.head("k").version
+
+
+def test_a_version_does_not_come_back_when_the_clock_goes_back(
+    store: FileStore, root: Path
+) -> None:
+    store.put("k", BytesSource(b"1"))
+    ahead = os.stat(root / "k").st_mtime_ns + 3600 * 10**9
+    os.utime(root / "k", ns=(ahead, ahead))
+    info = store.put("k", BytesSource(b"2"))
+    assert os.stat(root / "k").st_mtime_ns == ahead + 1
+    assert info.version == store.head("k").version

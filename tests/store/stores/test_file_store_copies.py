@@ -208,6 +208,13 @@ def short(source: int, target: int, count: int, start: int, offset: int) -> int:
     return os.pwrite(target, os.pread(source, min(count, 1001), start), offset)
 
 
+def stopping(source: int, target: int, count: int, start: int, offset: int) -> int:
+    """Copies the first half of a part and then no more."""
+    if start % PART >= PART // 2:
+        raise OSError(errno.EXDEV, "another filesystem")
+    return os.pwrite(target, os.pread(source, PART // 2, start), offset)
+
+
 KERNELS = {
     "another filesystem": fails(errno.EXDEV),
     "no such call": fails(errno.ENOSYS),
@@ -218,6 +225,7 @@ KERNELS = {
     "a stale handle": fails(errno.ESTALE),
     "nothing is copied": lambda *_: 0,
     "little at a time": short,
+    "some, and then no more": stopping,
 }
 
 
@@ -370,6 +378,25 @@ def test_parts_of_an_earlier_process_that_are_right_are_taken(
     mended = later.put_part(upload, 2, FileSlice(fd, PART, PART, "shard"))
     assert mended == parts[1]
     assert later.complete(upload, parts).crc32c == crc32c(shard.read_bytes())
+
+
+def test_a_part_that_was_half_replaced_is_read_again(
+    store: FileStore, shard: Path, fd: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sent again, and the sending failed: the list still names the earlier bytes."""
+    monkeypatch.setattr(copying, "PIECE", 100 * KIB)
+    upload = begin(store)
+    parts = put_parts(store, upload, fd)
+    other = tmp_path / "other"
+    other.write_bytes(bytes(150 * KIB))
+    short = os.open(other, os.O_RDONLY)
+    with pytest.raises(ShardChangedError):
+        store.put_part(upload, 1, FileSlice(short, 0, PART, "other"))
+    os.close(short)
+    with pytest.raises(CorruptionError, match=r"\[1\]"):
+        store.complete(upload, parts)
+    parts[0] = store.put_part(upload, 1, FileSlice(fd, 0, PART, "shard"))
+    assert store.complete(upload, parts).crc32c == crc32c(shard.read_bytes())
 
 
 def test_an_upload_that_was_closed_in_between_is_read_again(
@@ -635,8 +662,8 @@ def test_what_nfs_keeps_of_a_removed_file_is_no_object(store: FileStore, root: P
     assert len(list(store.list("folder/"))) == 2
 
 
-def test_a_mount_without_locks_is_named(store: FileStore, monkeypatch) -> None:
+def test_a_mount_without_locks_is_named(store: FileStore, root: Path, monkeypatch) -> None:
     monkeypatch.setattr(fcntl, "flock", fails(errno.ENOLCK))
     with pytest.raises(RefusedError, match="mount NFS with locks"):
         store.put("k", BytesSource(b"x"))
-    assert list(store.list("")) == []
+    assert list(store.list("")) == left_over(root) == []
