@@ -157,6 +157,7 @@ class Agent:
                 streams=self._budget.most,
                 bandwidth=describe_rate(self._budget.bandwidth),
             )
+            self._limits.look()
             self._say_unchangeable()
             self._clear_up()
             store = self._connect(once, node)

@@ -201,6 +201,8 @@ class ShardUpload:
                 with self._opened() as fd:
                     upload, plan, logged = yield from self._continue_or_begin()
                     sent = yield from self._send_parts(fd, upload, plan, logged)
+                    # The kernel keeps pages in groups, and the groups at the edges of parts.
+                    self._give_back(fd, 0, self._shard.size)
             except ShardChangedError:
                 yield from self._drop()
                 raise

@@ -83,6 +83,7 @@ class Scene:
     log: MemoryUploadLog = field(default_factory=MemoryUploadLog)
     proof: Proof = Proof.STORED_CHECKSUM
     bandwidth: int = 0
+    keep_cached: bool = False
     sent: int = 0
     stored: list[Stored] = field(default_factory=list)
     fetched: int = 0
@@ -116,6 +117,7 @@ class Scene:
             budget=Budget(self.clock, streams=streams, bandwidth=self.bandwidth),
             part_size=PART,
             clock=self.clock,
+            keep_cached=self.keep_cached,
         )
         return uploader.upload(
             shards,
