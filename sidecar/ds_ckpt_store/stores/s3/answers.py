@@ -10,6 +10,7 @@ from ds_ckpt_store.errors import (
     AccessError,
     AmbiguousError,
     CorruptionError,
+    ExpiredError,
     NotFoundError,
     PreconditionError,
     RefusedError,
@@ -18,14 +19,21 @@ from ds_ckpt_store.errors import (
     TransientError,
 )
 
+_EXPIRED = ("ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired")
+_EXPIRED_REMEDY = (
+    "the credentials have expired; they are looked for anew before each try: renew them where they "
+    "come from (variables, the file of credentials, the role or its token)"
+)
+# Answers after which other credentials may be there: whoever set the wrong ones may correct them.
+RENEWED = ("InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch")
 REMEDIES = {
+    **dict.fromkeys(_EXPIRED, _EXPIRED_REMEDY),
     "NoCredentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod a role",
     "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID and the endpoint",
     "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY and the region",
-    "ExpiredToken": "renew the credentials",
     "InvalidToken": "renew the credentials",
-    "TokenRefreshRequired": "renew the credentials",
     "RequestTimeTooSkewed": "set this machine's clock",
+    "InvalidObjectState": "the object is archived: restore it in S3 first (s3:RestoreObject)",
     "AccessDenied": (
         "allow s3:GetObject, PutObject, DeleteObject, ListBucket, AbortMultipartUpload, "
         "ListMultipartUploadParts and ListBucketMultipartUploads on this bucket and prefix"
@@ -56,12 +64,14 @@ _NOT_APPLIED = ("RequestTimeout", "IncompleteBody")
 
 def kind_of(code: str, status: int, write: bool) -> type[StoreError]:
     """Class of the error that an answer stands for."""
+    if code in _EXPIRED:
+        return ExpiredError
+    if code in ("InvalidObjectState", "NoSuchBucket"):
+        return RefusedError
     if code in REMEDIES or status == 401:
         return AccessError
     if code in _BAD_BYTES or status == 416:
         return CorruptionError
-    if code == "NoSuchBucket":
-        return RefusedError
     if status == 412 or code == "PreconditionFailed":
         return PreconditionError
     if status == 404:

@@ -15,33 +15,24 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
-import threading
-from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-import boto3
-from botocore import exceptions as aws
-from botocore.config import Config
-from botocore.parsers import ResponseParserError
-
 from ds_ckpt_store.contract import digest
+from ds_ckpt_store.contract.clock import Clock, SystemClock
 from ds_ckpt_store.errors import (
     AccessError,
-    AmbiguousError,
-    CkptError,
     CorruptionError,
     NotFoundError,
     PreconditionError,
     RefusedError,
     SettingsError,
-    StoreError,
     TransientError,
 )
 from ds_ckpt_store.stores import STALL_SECONDS
 from ds_ckpt_store.stores.body import Body
 from ds_ckpt_store.stores.port import (
-    BytesSource,
     Capabilities,
     Condition,
     IfAbsent,
@@ -53,21 +44,12 @@ from ds_ckpt_store.stores.port import (
     Source,
     Upload,
 )
-from ds_ckpt_store.stores.s3.answers import REMEDIES, kind_of
-from ds_ckpt_store.stores.s3.options import S3Options
-from ds_ckpt_store.stores.s3.signing import prepare
+from ds_ckpt_store.stores.s3.clients import Clients
+from ds_ckpt_store.stores.s3.failures import Failures
+from ds_ckpt_store.stores.s3.options import S3Options, is_data
+from ds_ckpt_store.stores.s3.trial import Trial
 
-CONNECTIONS = 64
 PROOFS = (Proof.STORED_CHECKSUM, Proof.SIGNED_PAYLOAD, Proof.CONTENT_MD5, Proof.READ_BACK)
-
-_NO_CREDENTIALS = (
-    aws.NoCredentialsError,
-    aws.PartialCredentialsError,
-    aws.CredentialRetrievalError,
-    aws.TokenRetrievalError,
-    aws.SSOError,
-)
-_NOT_SENT = (aws.EndpointConnectionError, aws.ConnectTimeoutError, aws.ProxyConnectionError)
 
 
 class S3Store:
@@ -76,8 +58,9 @@ class S3Store:
     Args:
         bucket: its name.
         prefix: without slashes at its ends; may be empty.
-        options: where the server is.
+        options: where the server is, and how objects are stored there.
         stall_seconds: a connection on which nothing moves for so long is given up.
+        clock: for the days of an object lock.
     """
 
     def __init__(
@@ -86,15 +69,16 @@ class S3Store:
         prefix: str,
         options: S3Options,
         stall_seconds: float = STALL_SECONDS,
+        clock: Clock | None = None,
     ) -> None:
         self._bucket = bucket
         self._prefix = prefix
         self._root = prefix + "/" if prefix else ""
         self._options = options
-        self._stall_seconds = stall_seconds
         self._proof = Proof.STORED_CHECKSUM
-        self._lock = threading.Lock()
-        self._clients: dict[bool, Any] = {}
+        self._clients = Clients(self.url, options, stall_seconds)
+        self._failures = Failures(self._clients, bucket, options.permissions())
+        self._clock = clock or SystemClock()
 
     @classmethod
     def from_url(
@@ -135,28 +119,27 @@ class S3Store:
 
     def close(self) -> None:
         """Close the pools of connections."""
-        with self._lock:
-            for client in self._clients.values():
-                client.close()
-            self._clients.clear()
+        self._clients.close()
 
     # ---- objects
 
     def put(self, key: str, source: Source, *, condition: Condition = None) -> ObjectInfo:
         """PutObject, with If-None-Match or If-Match."""
-        return self._put(self._client(self._proof), self._proof, key, source, condition)
+        return self.put_with(self._clients.get(self._proof), self._proof, key, source, condition)
 
-    def _put(
+    def put_with(
         self, client: Any, proof: Proof, key: str, source: Source, condition: Condition = None
     ) -> ObjectInfo:
-        parameters = _checksums(proof, source)
+        """Put with another proof, or by another client, than those in use."""
+        parameters = self._options.for_new(key, self._clock.time())
+        parameters.update(self._checksums(proof, key, source))
         if isinstance(condition, IfAbsent):
             parameters["IfNoneMatch"] = "*"
         elif isinstance(condition, IfVersion):
             parameters["IfMatch"] = condition.version
         with contextlib.closing(Body(source)) as body:
             try:
-                answer = self._write("put", key, client.put_object, Body=body, **parameters)
+                answer = self._write("put", key, client, "put_object", Body=body, **parameters)
             except NotFoundError as error:
                 if not isinstance(condition, IfVersion):
                     raise
@@ -166,8 +149,10 @@ class S3Store:
 
     def get(self, key: str) -> tuple[bytes, ObjectInfo]:
         """GetObject, whole."""
-        with self._errors("get", key):
-            answer = self._client().get_object(Bucket=self._bucket, Key=self._root + key)
+        with self._asking("get", key) as client:
+            answer = client.get_object(
+                Bucket=self._bucket, Key=self._root + key, **self._options.for_bytes()
+            )
             with contextlib.closing(answer["Body"]) as body:
                 data = bytes(body.read())
         modified = answer["LastModified"].timestamp()
@@ -179,21 +164,24 @@ class S3Store:
             self.head(key)
             return
         last = offset + length - 1
-        with self._errors("read", key):
-            answer = self._client().get_object(
-                Bucket=self._bucket, Key=self._root + key, Range=f"bytes={offset}-{last}"
+        with self._asking("read", key) as client:
+            answer = client.get_object(
+                Bucket=self._bucket,
+                Key=self._root + key,
+                Range=f"bytes={offset}-{last}",
+                **self._options.for_bytes(),
             )
         with contextlib.closing(answer["Body"]) as body:
             self._check_range(key, offset, last, answer)
             left = length
             while left:
-                with self._errors("read", key):
+                with self._failures.turned("read", key, client, write=False):
                     data = body.read(min(digest.CHUNK, left))
                 if not data:
                     raise TransientError("read", key, f"ended {left} bytes early")
                 sink(memoryview(data))
                 left -= len(data)
-            with self._errors("read", key):
+            with self._failures.turned("read", key, client, write=False):
                 body.read()  # nothing is left; says so to the pool, which keeps the connection
 
     @staticmethod
@@ -213,13 +201,21 @@ class S3Store:
 
     def head(self, key: str) -> ObjectInfo:
         """HeadObject, with the stored checksum if that is the proof."""
-        parameters = {}
-        if self._proof is Proof.STORED_CHECKSUM:
+        return self.head_with(self._proof, key)
+
+    def head_with(self, proof: Proof, key: str) -> ObjectInfo:
+        """Head under another proof than the one in use."""
+        parameters = self._options.for_bytes()
+        if proof is Proof.STORED_CHECKSUM:
             parameters["ChecksumMode"] = "ENABLED"
-        with self._errors("head", key):
-            answer = self._client().head_object(
-                Bucket=self._bucket, Key=self._root + key, **parameters
-            )
+        try:
+            with self._asking("head", key) as client:
+                answer = client.head_object(Bucket=self._bucket, Key=self._root + key, **parameters)
+        except (AccessError, RefusedError):
+            # An answer to HEAD has no body that could say why: whoever asks otherwise is told.
+            with contextlib.suppress(CorruptionError):
+                self.read(key, 0, 1, _nothing)
+            raise
         return ObjectInfo(
             key,
             answer["ContentLength"],
@@ -231,9 +227,11 @@ class S3Store:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """ListObjectsV2 over all pages; sorted here, since some servers list folder by folder."""
         found = []
-        with self._errors("list", prefix):
-            pages = self._client().get_paginator("list_objects_v2")
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._root + prefix):
+        with self._asking("list", prefix) as client:
+            pages = client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._root + prefix, **self._options.for_any()
+            )
+            for page in pages:
                 for item in page.get("Contents", ()):
                     found.append(
                         ObjectInfo(
@@ -248,52 +246,62 @@ class S3Store:
     def delete(self, key: str) -> None:
         """DeleteObject."""
         with contextlib.suppress(NotFoundError):
-            self._write("delete", key, self._client().delete_object)
+            client = self._clients.get()
+            self._write("delete", key, client, "delete_object", **self._options.for_any())
 
     # ---- multipart uploads
 
     def begin(self, key: str, size: int, metadata: Mapping[str, str]) -> Upload:
         """CreateMultipartUpload; a token is S3's UploadId."""
         del size
-        return self._begin(self._proof, key, metadata)
+        return self.begin_with(self._proof, key, metadata)
 
-    def _begin(self, proof: Proof, key: str, metadata: Mapping[str, str]) -> Upload:
-        parameters: dict[str, Any] = {}
+    def begin_with(self, proof: Proof, key: str, metadata: Mapping[str, str]) -> Upload:
+        """Begin under another proof than the one in use."""
+        parameters = self._options.for_new(key, self._clock.time())
         if proof is Proof.STORED_CHECKSUM:
-            parameters = {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "FULL_OBJECT"}
+            parameters.update(ChecksumAlgorithm="CRC32C", ChecksumType="FULL_OBJECT")
         # Proxies drop headers with underscores, which breaks the signature.
         named = {name.replace("_", "-"): value for name, value in metadata.items()}
-        create = self._client().create_multipart_upload
-        answer = self._write("begin", key, create, Metadata=named, **parameters)
+        client = self._clients.get()
+        answer = self._write(
+            "begin", key, client, "create_multipart_upload", Metadata=named, **parameters
+        )
         return Upload(key, answer["UploadId"])
 
     def put_part(self, upload: Upload, number: int, source: Source) -> Part:
         """UploadPart; a part's token is its ETag."""
-        return self._put_part(self._client(self._proof), self._proof, upload, number, source)
+        client = self._clients.get(self._proof)
+        return self.put_part_with(client, self._proof, upload, number, source)
 
-    def _put_part(
+    def put_part_with(
         self, client: Any, proof: Proof, upload: Upload, number: int, source: Source
     ) -> Part:
+        """Put a part with another proof, or by another client, than those in use."""
+        parameters = self._options.for_bytes()
+        parameters.update(self._checksums(proof, upload.key, source))
         with contextlib.closing(Body(source)) as body:
             answer = self._write(
                 "put_part",
                 upload.key,
-                client.upload_part,
+                client,
+                "upload_part",
                 UploadId=upload.token,
                 PartNumber=number,
                 Body=body,
-                **_checksums(proof, source),
+                **parameters,
             )
         return Part(number, source.size, source.crc32c, answer["ETag"])
 
     def parts(self, upload: Upload) -> dict[int, tuple[int, str]]:
         """ListParts over all pages."""
         found = {}
-        with self._errors("parts", upload.key):
-            pages = (
-                self._client()
-                .get_paginator("list_parts")
-                .paginate(Bucket=self._bucket, Key=self._root + upload.key, UploadId=upload.token)
+        with self._asking("parts", upload.key) as client:
+            pages = client.get_paginator("list_parts").paginate(
+                Bucket=self._bucket,
+                Key=self._root + upload.key,
+                UploadId=upload.token,
+                **self._options.for_bytes(),
             )
             for page in pages:
                 for item in page.get("Parts", ()):
@@ -303,28 +311,30 @@ class S3Store:
     def complete(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
         """CompleteMultipartUpload, with the whole's checksum and size if that is the proof."""
         whole = digest.combine_all((part.crc32c, part.size) for part in parts)
-        return self._complete(self._proof, upload, parts, whole)
+        return self.complete_with(self._proof, upload, parts, whole)
 
-    def _complete(
+    def complete_with(
         self, proof: Proof, upload: Upload, parts: Sequence[Part], whole: int
     ) -> ObjectInfo:
+        """Complete under another proof than the one in use; ``whole`` is the CRC32C to send."""
         size = sum(part.size for part in parts)
         listed: list[dict[str, Any]] = [
             {"PartNumber": part.number, "ETag": part.token} for part in parts
         ]
-        parameters: dict[str, Any] = {}
+        parameters = self._options.for_bytes()
         if proof is Proof.STORED_CHECKSUM:
             for part, entry in zip(parts, listed, strict=True):
                 entry["ChecksumCRC32C"] = digest.to_base64(part.crc32c)
-            parameters = {
-                "ChecksumCRC32C": digest.to_base64(whole),
-                "ChecksumType": "FULL_OBJECT",
-                "MpuObjectSize": size,
-            }
+            parameters.update(
+                ChecksumCRC32C=digest.to_base64(whole),
+                ChecksumType="FULL_OBJECT",
+                MpuObjectSize=size,
+            )
         answer = self._write(
             "complete",
             upload.key,
-            self._client().complete_multipart_upload,
+            self._clients.get(),
+            "complete_multipart_upload",
             UploadId=upload.token,
             MultipartUpload={"Parts": listed},
             **parameters,
@@ -335,187 +345,63 @@ class S3Store:
         """AbortMultipartUpload."""
         with contextlib.suppress(NotFoundError):
             self._write(
-                "abort", upload.key, self._client().abort_multipart_upload, UploadId=upload.token
+                "abort",
+                upload.key,
+                self._clients.get(),
+                "abort_multipart_upload",
+                UploadId=upload.token,
+                **self._options.for_any(),
             )
 
     def uploads(self, prefix: str) -> Iterator[Upload]:
         """ListMultipartUploads over all pages."""
         found = []
-        with self._errors("uploads", prefix):
-            pages = self._client().get_paginator("list_multipart_uploads")
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._root + prefix):
+        with self._asking("uploads", prefix) as client:
+            pages = client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=self._bucket, Prefix=self._root + prefix, **self._options.for_any()
+            )
+            for page in pages:
                 for item in page.get("Uploads", ()):
                     key = item["Key"].removeprefix(self._root)
                     found.append(Upload(key, item["UploadId"]))
         yield from found
 
-    # ---- the proof of a proof
-
     def refuses_corruption(self, proof: Proof, key: str) -> bool:
-        """Send bodies whose first byte is changed after checksum and signature were made."""
-        if proof is Proof.READ_BACK:
-            return True
-        self._put(self._client(), Proof.READ_BACK, key, BytesSource(b"plain"))  # may we write?
-        uploads: MutableSequence[Upload] = []
-        try:
-            return self._refuses_corruption(proof, key, uploads)
-        except (CorruptionError, RefusedError, AccessError, NotFoundError):
-            return False  # what is right was refused: this proof is not for this server
-        finally:
-            with contextlib.suppress(StoreError):
-                for upload in uploads:
-                    self.abort(upload)
-                self.delete(key)
-
-    def _refuses_corruption(self, proof: Proof, key: str, uploads: MutableSequence[Upload]) -> bool:
-        honest = self._client(proof)
-        lying = self._new_client(proof)
-        lying.meta.events.register("before-send.s3", _change_a_byte)
-        small = BytesSource(b"a small object")
-        # Two parts, so that a whole's checksum differs from that of its only part.
-        bodies = BytesSource(bytes(5 << 20)), BytesSource(b"the second part")
-        try:
-            self._put(honest, proof, key, small)
-            if proof is Proof.STORED_CHECKSUM and self._stored_crc(key) != small.crc32c:
-                return False
-            if not _refused(lambda: self._put(lying, proof, key, small)):
-                return False
-            upload = self._begin(proof, key, {})
-            uploads.append(upload)
-            if not _refused(lambda: self._put_part(lying, proof, upload, 1, small)):
-                return False
-        finally:
-            lying.close()
-        if proof is not Proof.STORED_CHECKSUM:
-            return True
-        whole = digest.combine_all((body.crc32c, body.size) for body in bodies)
-        parts = self._put_all(proof, upload, bodies)
-        if not _refused(lambda: self._complete(proof, upload, parts, whole ^ 1)):
-            return False
-        again = self._begin(proof, key, {})
-        uploads.append(again)
-        self._complete(proof, again, self._put_all(proof, again, bodies), whole)
-        return self._stored_crc(key) == whole
-
-    def _put_all(self, proof: Proof, upload: Upload, bodies: Sequence[Source]) -> Sequence[Part]:
-        client = self._client(proof)
-        return [
-            self._put_part(client, proof, upload, number, body)
-            for number, body in enumerate(bodies, 1)
-        ]
-
-    def _stored_crc(self, key: str) -> int | None:
-        with self._errors("head", key):
-            answer = self._client().head_object(
-                Bucket=self._bucket, Key=self._root + key, ChecksumMode="ENABLED"
-            )
-        return _crc(answer)
+        """See :mod:`~ds_ckpt_store.stores.s3.trial`."""
+        return Trial(self, self._clients, proof, key).passed()
 
     # ---- boto3
 
-    def _client(self, proof: Proof = Proof.READ_BACK) -> Any:
-        """The client whose bodies are signed, or the one whose bodies are not."""
-        signed = proof is Proof.SIGNED_PAYLOAD
-        with self._lock:
-            if signed not in self._clients:
-                self._clients[signed] = self._new_client(proof)
-            return self._clients[signed]
+    def _checksums(self, proof: Proof, key: str, source: Source) -> dict[str, Any]:
+        """Parameters that let the server check a body."""
+        locked = self._options.locks and is_data(key)
+        if proof is Proof.STORED_CHECKSUM:
+            return {
+                "ChecksumAlgorithm": "CRC32C",
+                "ChecksumCRC32C": digest.to_base64(source.crc32c),
+            }
+        if proof is Proof.CONTENT_MD5 or locked:  # S3 locks nothing that comes without a checksum
+            md5 = hashlib.md5(usedforsecurity=False)
+            with contextlib.closing(Body(source)) as body:
+                while piece := body.read():
+                    md5.update(piece)
+            return {"ContentMD5": base64.b64encode(md5.digest()).decode()}
+        return {}
 
-    def _new_client(self, proof: Proof) -> Any:
-        s3: Any = {"payload_signing_enabled": proof is Proof.SIGNED_PAYLOAD}
-        if self._options.path_style is not None:
-            s3["addressing_style"] = "path" if self._options.path_style else "virtual"
-        config: Any = Config(
-            s3=s3,
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-            retries={"mode": "standard", "total_max_attempts": 1},
-            max_pool_connections=CONNECTIONS,
-            # urllib3 gives this one also to the sending of one piece.
-            connect_timeout=self._stall_seconds,
-            read_timeout=self._stall_seconds,
-            tcp_keepalive=True,
-            parameter_validation=False,  # ours are made by this module alone
-            user_agent_extra="ds-ckpt-sidecar",
-        )
-        try:
-            client = boto3.session.Session().client(
-                "s3",
-                endpoint_url=self._options.endpoint_url,
-                region_name=self._options.region,
-                verify=self._options.ca_bundle,
-                config=config,
-            )
-        except (aws.BotoCoreError, ValueError) as error:
-            raise SettingsError(f"{self.url}: boto3 cannot make a client: {error}") from error
-        prepare(client)
-        return client
-
-    def _write(self, operation: str, key: str, call: Callable[..., Any], **parameters: Any) -> Any:
-        with self._errors(operation, key, write=True):
-            return call(Bucket=self._bucket, Key=self._root + key, **parameters)
+    def _write(self, operation: str, key: str, client: Any, call: str, **parameters: Any) -> Any:
+        with self._failures.turned(operation, key, client, write=True):
+            return getattr(client, call)(Bucket=self._bucket, Key=self._root + key, **parameters)
 
     @contextlib.contextmanager
-    def _errors(self, operation: str, key: str, *, write: bool = False) -> Iterator[None]:
-        try:
-            yield
-        except aws.ClientError as error:
-            raise self._from_answer(operation, key, error, write) from error
-        except (aws.BotoCoreError, ResponseParserError) as error:
-            raise self._from_failure(operation, key, error, write) from error
-
-    def _from_answer(
-        self, operation: str, key: str, error: aws.ClientError, write: bool
-    ) -> StoreError:
-        """What an answer of the server means."""
-        code = str(error.response.get("Error", {}).get("Code", ""))
-        message = str(error.response.get("Error", {}).get("Message", ""))
-        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        text = f"{status} {code}: {message}"
-        kind = kind_of(code, status, write)
-        if kind is AccessError:
-            remedy = REMEDIES.get(code, REMEDIES["AccessDenied"])
-            text = f"{text} (bucket {self._bucket} at {self._where()}); {remedy}"
-        elif code == "NoSuchBucket":
-            text = (
-                f"bucket {self._bucket!r} does not exist at {self._where()}; "
-                f"create it or correct the destination"
-            )
-        return kind(operation, key, text)
-
-    def _from_failure(self, operation: str, key: str, error: Exception, write: bool) -> CkptError:
-        """What it means that there is no answer."""
-        cause = getattr(error, "kwargs", {}).get("error")
-        if isinstance(cause, CkptError):  # the source of a body raised it while it was sent
-            return cause
-        where = self._where()
-        if isinstance(error, _NO_CREDENTIALS):
-            return AccessError(operation, key, f"{error}; {REMEDIES['NoCredentials']}")
-        if isinstance(error, aws.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-            remedy = "set DS_CKPT_S3_CA_BUNDLE to a file with its certificate authority"
-            return RefusedError(operation, key, f"{where} is not trusted: {error}; {remedy}")
-        if isinstance(error, _NOT_SENT):
-            return TransientError(operation, key, f"{where} cannot be reached: {error}")
-        if isinstance(error, (aws.HTTPClientError, aws.IncompleteReadError, ResponseParserError)):
-            lost = AmbiguousError if write else TransientError
-            return lost(operation, key, f"connection to {where} failed: {error}")
-        return RefusedError(operation, key, f"{where}: {error}")
-
-    def _where(self) -> str:
-        return str(self._client().meta.endpoint_url)
+    def _asking(self, operation: str, key: str) -> Iterator[Any]:
+        """The client for calls that change nothing."""
+        client = self._clients.get()
+        with self._failures.turned(operation, key, client, write=False):
+            yield client
 
 
-def _checksums(proof: Proof, source: Source) -> dict[str, Any]:
-    """Headers that let the server check a body."""
-    if proof is Proof.STORED_CHECKSUM:
-        return {"ChecksumCRC32C": digest.to_base64(source.crc32c)}
-    if proof is Proof.CONTENT_MD5:
-        md5 = hashlib.md5(usedforsecurity=False)
-        with contextlib.closing(Body(source)) as body:
-            while piece := body.read():
-                md5.update(piece)
-        return {"ContentMD5": base64.b64encode(md5.digest()).decode()}
-    return {}
+def _nothing(_: memoryview) -> None:
+    """Take bytes that nobody needs."""
 
 
 def _crc(answer: Mapping[str, Any]) -> int | None:
@@ -524,20 +410,3 @@ def _crc(answer: Mapping[str, Any]) -> int | None:
     if len(value) != 8 or answer.get("ChecksumType", "FULL_OBJECT") != "FULL_OBJECT":
         return None
     return digest.from_base64(value)
-
-
-def _change_a_byte(request: Any, **_: object) -> None:
-    """Change the first byte of a body that is about to be sent."""
-    if request.method == "PUT":
-        body = request.body
-        data = bytearray(body if isinstance(body, bytes) else b"".join(iter(body.read, b"")))
-        data[0] ^= 1
-        request.body = bytes(data)
-
-
-def _refused(call: Callable[[], object]) -> bool:
-    try:
-        call()
-    except (CorruptionError, RefusedError, AccessError):
-        return True
-    return False

@@ -1,0 +1,106 @@
+"""boto3's clients of one store: made when needed, shared by all threads, and made anew when what
+they hold has expired.
+
+A client takes its credentials when it is made and, unless they come with a way to refresh them
+(a role, a web identity), keeps them: a file or a variable that was renewed since is not looked at
+again. So when the server says that credentials are expired or unknown, the clients are forgotten
+(:meth:`Clients.forget`), and the next call makes one from a new session, which looks everywhere
+again. Calls under way keep theirs, whose connections close with the last of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import boto3
+from botocore import exceptions as aws
+from botocore.config import Config
+
+from ds_ckpt_store.errors import SettingsError
+from ds_ckpt_store.stores.port import Proof
+from ds_ckpt_store.stores.s3.options import S3Options
+from ds_ckpt_store.stores.s3.signing import prepare
+
+CONNECTIONS = 64
+
+
+class Clients:
+    """The clients of one store; safe to use from any thread.
+
+    Args:
+        url: of the store, for messages.
+        options: where the server is.
+        stall_seconds: a connection on which nothing moves for so long is given up.
+    """
+
+    def __init__(self, url: str, options: S3Options, stall_seconds: float) -> None:
+        self._url = url
+        self._options = options
+        self._stall_seconds = stall_seconds
+        self._lock = threading.Lock()
+        self._clients: dict[bool, Any] = {}
+        self._where = options.endpoint_url or "AWS"
+
+    @property
+    def where(self) -> str:
+        """The endpoint, for messages."""
+        return self._where
+
+    def get(self, proof: Proof = Proof.READ_BACK) -> Any:
+        """The client whose bodies are signed, or the one whose bodies are not."""
+        signed = proof is Proof.SIGNED_PAYLOAD
+        with self._lock:
+            if signed not in self._clients:
+                self._clients[signed] = self.new(proof)
+            return self._clients[signed]
+
+    def forget(self, client: Any) -> None:
+        """Take credentials anew for the next call, unless another thread has seen to that."""
+        with self._lock:
+            if client in self._clients.values():
+                self._clients.clear()
+
+    def close(self) -> None:
+        """Close the pools of connections."""
+        with self._lock:
+            for client in self._clients.values():
+                client.close()
+            self._clients.clear()
+
+    def new(self, proof: Proof) -> Any:
+        """A client of one's own, to be closed.
+
+        Raises:
+            SettingsError: boto3 can make none of these settings, or a key would go in the clear.
+        """
+        s3: Any = {"payload_signing_enabled": proof is Proof.SIGNED_PAYLOAD}
+        if self._options.path_style is not None:
+            s3["addressing_style"] = "path" if self._options.path_style else "virtual"
+        config: Any = Config(
+            s3=s3,
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            retries={"mode": "standard", "total_max_attempts": 1},
+            max_pool_connections=CONNECTIONS,
+            # urllib3 gives this one also to the sending of one piece.
+            connect_timeout=self._stall_seconds,
+            read_timeout=self._stall_seconds,
+            tcp_keepalive=True,
+            parameter_validation=False,  # ours are made by this package alone
+            user_agent_extra="ds-ckpt-sidecar",
+        )
+        try:
+            client = boto3.session.Session().client(
+                "s3",
+                endpoint_url=self._options.endpoint_url,
+                region_name=self._options.region,
+                verify=self._options.ca_bundle,
+                config=config,
+            )
+        except (aws.BotoCoreError, ValueError) as error:
+            raise SettingsError(f"{self._url}: boto3 cannot make a client: {error}") from error
+        self._where = str(client.meta.endpoint_url)
+        self._options.check_endpoint(self._where)
+        prepare(client)
+        return client
