@@ -14,6 +14,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from ds_ckpt_sidecar.commands import app
+from ds_ckpt_store.contract.manifest import TransferLimits
+from ds_ckpt_store.contract.volume import Volume
 from tests.sidecar.handoff import Trainer
 from tests.sidecar.world import contents
 
@@ -301,6 +303,11 @@ def test_what_the_agent_lacks_is_named_with_its_variable(tmp_path: Path) -> None
         ("DS_CKPT_DRAIN_SECONDS", "-1"),
         ("DS_CKPT_RESCAN_SECONDS", "0"),
         ("DS_CKPT_LOG_FORMAT", "xml"),
+        ("DS_CKPT_BANDWIDTH", "fast"),
+        ("DS_CKPT_MEMORY_MIB", "0"),
+        ("DS_CKPT_STALL_SECONDS", "0"),
+        ("DS_CKPT_PAGE_CACHE", "flush"),
+        ("DS_CKPT_PRIORITY", "high"),
     ],
 )
 def test_a_setting_that_cannot_work_is_named(tmp_path: Path, variable: str, value: str) -> None:
@@ -356,3 +363,57 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.startswith("ds-ckpt: ")
+
+
+# ---- what transfers may use
+
+
+def test_a_limit_is_set_changed_shown_and_taken_back(tmp_path: Path) -> None:
+    volume = ["--volume", str(tmp_path)]
+    place = Volume(str(tmp_path))
+    assert "as set" in run("limit", *volume).stdout
+    assert place.transfer_limits() is None
+    assert "200 MiB/s, streams as set" in run("limit", *volume, "--bandwidth", "200MiB").stdout
+    run("limit", *volume, "--streams", "3")
+    assert place.transfer_limits() == TransferLimits(bandwidth=200 << 20, streams=3)
+    assert "no limit, streams 3" in run("limit", *volume, "--bandwidth", "none").stdout
+    assert place.transfer_limits() == TransferLimits(bandwidth=0, streams=3)
+    assert "no limit, streams 3" in run("limit", *volume).stdout
+    assert run("limit", *volume, "--reset").exit_code == 0
+    assert place.transfer_limits() is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--bandwidth", "fast"], ["--bandwidth", "1"], ["--streams", "0"], ["--streams", "257"]],
+)
+def test_a_limit_that_makes_no_sense_is_refused(tmp_path: Path, options: list[str]) -> None:
+    result = run("limit", "--volume", str(tmp_path), *options)
+    assert result.exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_limits_file_that_is_broken_is_said_and_replaced(tmp_path: Path) -> None:
+    place = Volume(str(tmp_path))
+    place.write_limits(TransferLimits(streams=1))
+    Path(place.limits).write_bytes(b"{")
+    result = run("limit", "--volume", str(tmp_path), "--bandwidth", "1GB")
+    assert result.exit_code == 0
+    assert "warning" in result.stderr
+    assert place.transfer_limits() == TransferLimits(bandwidth=10**9)
+
+
+@pytest.mark.parametrize("command", ["restore", "verify"])
+def test_commands_that_read_a_lot_keep_to_a_bandwidth(
+    filled: Filled, tmp_path: Path, command: str
+) -> None:
+    where = {
+        "restore": ["--from", filled.url, "--to", str(tmp_path / "new")],
+        "verify": [filled.url],
+    }
+    options = ["--bandwidth", "64KiB", "--streams", "2", "--stall-seconds", "5"]
+    assert run(command, *where[command], *options).exit_code == 0
+    refused = run(command, *where[command], "--bandwidth", "1")
+    assert refused.exit_code == 2
+    assert "--bandwidth" in refused.stderr
+    assert run(command, *where[command], DS_CKPT_STALL_SECONDS="never").exit_code == 2
