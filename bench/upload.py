@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from peers import check, clients, measure, servers
 from peers.clients import OURS
-from peers.harness import MAIN, Group, Place, RunOne, every_client, main
+from peers.harness import MAIN, Group, Place, RunOne, every_client, main, row_of
 from peers.report import UPLOAD_GOALS, Row
 from peers.source import Case, hand_in, warm, write_files
 
@@ -62,18 +62,7 @@ def prepare(group: Group, case: Case, place: Place) -> Iterator[RunOne]:
             usage = _upload(group, case, place, folder, sums, name, check_it=repeat == 0)
         finally:
             shutil.rmtree(work)
-        scope = clients.BY_NAME[name].scope(group.store)
-        return Row(
-            case.name,
-            group.scheme,
-            group.store,
-            name,
-            usage.wall_s,
-            usage.cpu_s,
-            usage.peak_mib,
-            scope,
-            repeat,
-        )
+        return row_of(group, name, repeat, usage)
 
     yield run_one
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,13 +52,28 @@ class Group:
     repeats: int = 3
 
     def seconds(self, case: Case) -> float:
-        column = SCHEMES.index(self.scheme)
+        column = 1 if self.scheme == "https" else 0
         result = 0.0
         for name in self.clients:
             cpu = CLIENT_CPU.get(name, (1.0, 1.0))[column] + SERVER_CPU[self.store][column]
             result += 1.0 + RUN_SECONDS.get(self.store, 2.0) + case.total / GIB * cpu / CORES * 1.2
             result += FILE_SECONDS * case.count
         return result * self.repeats
+
+
+def row_of(group: Group, name: str, repeat: int, usage: measure.Usage) -> report.Row:
+    """The row of one run."""
+    return report.Row(
+        case=group.case,
+        scheme=group.scheme,
+        store=group.store,
+        client=name,
+        wall_s=round(usage.wall_s, 4),
+        cpu_s=round(usage.cpu_s, 4),
+        peak_mib=round(usage.peak_mib, 1),
+        scope=clients.BY_NAME[name].scope(group.store),
+        repeat=repeat,
+    )
 
 
 def every_client(store: str) -> tuple[str, ...]:
@@ -102,7 +118,7 @@ def parse(document: str, default: list[Group]) -> tuple[argparse.Namespace, list
         groups = [
             Group(case, scheme, store, every_client(store))
             for store in args.store or STORES[:3]
-            for scheme in (args.scheme or SCHEMES if store != "file" else ("http",))
+            for scheme in schemes_of(store, args.scheme)
             for case in args.case or cases
         ]
     chosen = []
@@ -114,6 +130,11 @@ def parse(document: str, default: list[Group]) -> tuple[argparse.Namespace, list
     if not chosen:
         parser.error("no client of these can be measured on these stores")
     return args, chosen
+
+
+def schemes_of(store: str, chosen: list[str] | None) -> Sequence[str]:
+    """A folder has no scheme to choose."""
+    return ("file",) if store == "file" else chosen or SCHEMES
 
 
 RunOne = Callable[[str, int], report.Row]
@@ -151,6 +172,7 @@ def main(
         goals: what the medians are held against.
     """
     args, groups = parse(document, default)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that servers are stopped
     cases = {case.name: case.scaled(args.size_scale) for case in CASES}
     asked = list(dict.fromkeys(name for group in groups for name in group.clients))
     missing = clients.which_missing(asked)

@@ -60,7 +60,7 @@ def medians(rows: list[Row]) -> dict[str, Medians]:
 def print_group(rows: list[Row], mib: float) -> None:
     """A table of one group; ratios are each client's figure over ours, so above 1 is worse."""
     case, scheme, store = rows[0].group
-    print(f"\n{case} over {scheme}, store {store}")
+    print(f"\n{case} over {scheme}, store {store}" if store != scheme else f"\n{case}, a folder")
     print(
         f"{'':20}{'runs':>5}{'MiB/s':>8}{'wall s':>9}{'CPU s':>8}{'peak MiB':>10}"
         f"{'wall /':>9}{'CPU /':>8}{'memory /':>10}  {OURS}"
