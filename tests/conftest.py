@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests import servers, servers_azure, servers_ftp, servers_gcs, servers_swift
+from tests import servers, servers_azure, servers_ftp, servers_gcs, servers_sftp, servers_swift
 
 
 @pytest.fixture(scope="session")
@@ -78,4 +78,11 @@ def gcp_emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers_g
 def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers_azure.Azure]:
     """A blob service that checks CRC64 and MD5, and honours conditions."""
     with servers_azure.azurite(tmp_path_factory.mktemp("azurite")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def sftp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers_sftp.Sftp]:
+    """A server of files over SSH."""
+    with servers_sftp.sftp_server(tmp_path_factory.mktemp("sftp")) as server:
         yield server

@@ -94,6 +94,12 @@ def open_fsspec_ftp(request: pytest.FixtureRequest) -> Open:
     return lambda: open_fsspec(url, server.environ, 60.0)
 
 
+def open_fsspec_sftp(request: pytest.FixtureRequest) -> Open:
+    server = request.getfixturevalue("sftp")
+    url = server.url()
+    return lambda: open_fsspec(url, server.environ, 60.0)
+
+
 def open_fsspec_abfs(request: pytest.FixtureRequest) -> Open:
     server = request.getfixturevalue("azurite")
     url = f"abfs://{server.container()}/run"
@@ -131,12 +137,13 @@ OPENERS = {
     "fsspec-local": open_fsspec_local,
     "fsspec-memory": open_fsspec_memory,
     "fsspec-ftp": open_fsspec_ftp,
+    "fsspec-sftp": open_fsspec_sftp,
     "fsspec-abfs": open_fsspec_abfs,
 }
 
 # Those that claim no conditions and no parts, and refuse them.
-LIMITED = {"fsspec-local", "fsspec-memory", "fsspec-ftp", "fsspec-abfs"}
+LIMITED = {"fsspec-local", "fsspec-memory", "fsspec-ftp", "fsspec-sftp", "fsspec-abfs"}
 # Those whose versions are no finer than a second.
-COARSE = {"fsspec-ftp"}
+COARSE = {"fsspec-ftp", "fsspec-sftp"}
 # Those that keep a folder when its last object is deleted.
-KEEPS_FOLDERS = {"fsspec-local", "fsspec-ftp"}
+KEEPS_FOLDERS = {"fsspec-local", "fsspec-ftp", "fsspec-sftp"}

@@ -22,6 +22,8 @@ PIECE = 1 << 20  # bytes that are handed on at a time
 READ_AHEAD = 4 << 20  # bytes that are asked for at a time
 # Held while a large object is sent: fsspec's buffer, a copy of it, and what a library makes of it.
 BUFFERS = 3
+SFTP_PIECES = 8
+FOLDER_TRIES = 3
 
 Entry = dict[str, Any]
 
@@ -139,7 +141,7 @@ class Access:
         if source.size <= PIECE:
             self.fs.pipe_file(path, b"".join(pieces(source)))
             return
-        file = self.fs.open(path, "wb", block_size=self._block)
+        file = self._open_to_write(path)
         try:
             for piece in pieces(source):
                 file.write(piece)
@@ -147,6 +149,9 @@ class Access:
             _abandon(file)
             raise
         file.close()
+
+    def _open_to_write(self, path: str) -> Any:
+        return self.fs.open(path, "wb", block_size=self._block)
 
     def rename(self, old: str, new: str) -> None:
         """Give a file its name, in place of what had it."""
@@ -158,11 +163,17 @@ class Access:
 
     def make_folders(self, path: str) -> None:
         """Make a folder and those above it, whoever else does the same."""
-        try:
-            self.fs.makedirs(path, exist_ok=True)
-        except Exception:
-            if not is_folder(self.info(path)):
-                raise
+        for attempt in range(FOLDER_TRIES):
+            try:
+                self.fs.makedirs(path, exist_ok=True)
+            except Exception:  # as likely because another process made one of them meanwhile
+                with contextlib.suppress(FileNotFoundError):
+                    if is_folder(self.info(path)):
+                        return
+                if attempt + 1 == FOLDER_TRIES:
+                    raise
+            else:
+                return
 
 
 class FolderAccess(Access):
@@ -184,18 +195,36 @@ class LocalAccess(FolderAccess):
 
 
 class SftpAccess(FolderAccess):
-    """SFTP: paramiko sends what it is given, and renames by ``posix-rename``, which replaces."""
+    """SFTP: several requests under way at a time, and renames by ``posix-rename``, which replaces.
+
+    A request carries 32 KiB, so one at a time would cost a round trip for each of them.
+    """
 
     renames = True
 
     def __init__(self, fs: Any, block: int) -> None:
         super().__init__(fs, min(block, PIECE))
+        fs.ftp.get_channel().settimeout(fs.ssh_kwargs.get("timeout"))
 
     @staticmethod
     def request_memory(block: int) -> int:
         """Few pieces."""
         del block
-        return BUFFERS * PIECE
+        return SFTP_PIECES * PIECE
+
+    def _open_to_write(self, path: str) -> Any:
+        file = super()._open_to_write(path)
+        file.set_pipelined(True)
+        return file
+
+    def _pieces_of(self, path: str, offset: int, length: int) -> Iterator[bytes]:
+        end = offset + length
+        with self.fs.open(path, "rb") as file:
+            for start in range(offset, end, READ_AHEAD):
+                stop = min(start + READ_AHEAD, end)
+                yield from file.readv(
+                    [(at, min(PIECE, stop - at)) for at in range(start, stop, PIECE)]
+                )
 
 
 def is_folder(entry: Entry) -> bool:

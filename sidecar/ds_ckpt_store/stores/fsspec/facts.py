@@ -46,7 +46,8 @@ def modified_of(entry: Mapping[str, Any]) -> float:
 
 
 def _time(entry: Mapping[str, Any]) -> Any:
-    return next((entry[name] for name in _TIMES if entry.get(name)), None)
+    found = next((entry[name] for name in _TIMES if entry.get(name)), None)
+    return found or getattr(entry.get("last_commit"), "date", None)  # of a Git repository
 
 
 def seconds(value: Any) -> float:

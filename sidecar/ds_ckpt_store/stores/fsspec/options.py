@@ -83,6 +83,9 @@ class FsspecOptions:
             root = str(kind._strip_protocol(url)).rstrip("/")
         except ValueError as error:
             raise SettingsError(f"{url!r}: is no URL of {protocol}://: {error}") from error
+        if protocol == "hf" and "@" not in root:
+            # It would take the @ in the name of a checkpoint's folder for that of a revision.
+            raise SettingsError(f"{url!r}: name the revision too: hf://user/repo@main/folder")
         arguments = {**_guards(protocol, kind, stall_seconds), **of_url, **given}
         if not root.strip("/"):
             raise SettingsError(f"{url!r}: names no folder; write {protocol}://.../folder")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -68,6 +69,7 @@ class FsspecStore:
         self._rng = rng or system_random()
         self._access = access_class(options)
         self._instances = Instances(options)
+        self._making = threading.Lock()
         self._made: set[str] = set()
         self._cleared = False
 
@@ -346,8 +348,10 @@ class FsspecStore:
                         f"the destination does not exist: there is no folder {parent}; "
                         f"mount it, make it, or correct {self.url}",
                     ) from None
-        access.make_folders(folder)
-        self._made.add(folder)
+        with self._making:
+            if folder not in self._made:
+                access.make_folders(folder)
+                self._made.add(folder)
 
     @contextlib.contextmanager
     def _using(self, operation: str, key: str, *, write: bool = False) -> Iterator[Access]:
