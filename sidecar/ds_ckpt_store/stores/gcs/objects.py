@@ -83,7 +83,7 @@ class Objects:
         checked: bool,
         condition: Condition = None,
         metadata: Mapping[str, str] | None = None,
-        class_of: str | None = None,
+        part_of: str | None = None,
         operation: str = "put",
     ) -> Stored:
         """Write one object by one request, its body streamed.
@@ -94,19 +94,21 @@ class Objects:
             checked: send the CRC32C along, for the service to check.
             condition: on the object that is there.
             metadata: kept with the object.
-            class_of: the key whose storage class it gets, if not its own.
+            part_of: the key of the object that it will be a part of: that one's storage class is
+                its own, and messages name it.
             operation: for messages.
         """
-        resource: dict[str, Any] = {"name": self.root + key, "contentType": TYPE}
+        name = self.root + key
+        resource: dict[str, Any] = {"name": name, "contentType": TYPE}
         if checked:
             resource["crc32c"] = digest.to_base64(source.crc32c)
         if metadata:
             resource["metadata"] = dict(metadata)
-        storage_class = self.storage_class(class_of or key)
-        if storage_class is not None:
-            resource["storageClass"] = storage_class
-        query = {"uploadType": "multipart", **self._generation(key, condition)}
+        named = part_of or key
         options = self._service.options
+        if options.storage_class is not None and is_shard(named):
+            resource["storageClass"] = options.storage_class
+        query = {"uploadType": "multipart", "name": name, **self._generation(key, condition)}
         if options.kms_key is not None:
             query["kmsKeyName"] = options.kms_key
         if options.user_project is not None:
@@ -114,15 +116,15 @@ class Objects:
         body = _Related(resource, source)
         with (
             contextlib.closing(body),
-            self._service.asking(operation, key, write=True, missing="bucket") as link,
+            self._service.asking(operation, named, write=True, missing="bucket") as link,
         ):
             path = f"/upload/storage/v1/b/{self._service.bucket}/o"
             headers = {"Content-Type": body.content_type}
             answer = self._service.send(
                 link, "POST", path, query=query, headers=headers, body=body
             ).json()
-        if answer.get("name") != self.root + key:
-            raise CorruptionError(operation, key, f"was stored as {answer.get('name')!r}")
+        if answer.get("name") != name:
+            raise CorruptionError(operation, named, f"was stored as {answer.get('name')!r}")
         return _stored(key, answer)
 
     def _generation(self, key: str, condition: Condition) -> dict[str, str]:
@@ -135,7 +137,13 @@ class Objects:
         return {}
 
     def compose(
-        self, key: str, parts: Sequence[Stored], metadata: Mapping[str, str], *, consume: bool
+        self,
+        key: str,
+        parts: Sequence[Stored],
+        metadata: Mapping[str, str],
+        *,
+        part_of: str,
+        consume: bool,
     ) -> Stored:
         """Put up to 32 objects together into one, which gets their storage class.
 
@@ -143,10 +151,11 @@ class Objects:
             key: of the object to be.
             parts: in order; none of another generation is taken.
             metadata: kept with the object.
+            part_of: the key that messages name.
             consume: remove the parts in the same step, without fees and soft-deleted copies.
         """
         service = self._service
-        with service.asking("complete", key, write=True) as link:
+        with service.asking("complete", part_of, write=True) as link:
             blob = link.bucket.blob(self.root + key, kms_key_name=service.options.kms_key)
             blob.content_type = TYPE
             if metadata:
@@ -227,9 +236,9 @@ class Objects:
         project = self._service.options.user_project
         return {"alt": "media"} if project is None else {"alt": "media", "userProject": project}
 
-    def head(self, key: str) -> Stored:
-        """What the service says of an object."""
-        with self._service.asking("head", key) as link:
+    def head(self, key: str, operation: str = "head", *, part_of: str | None = None) -> Stored:
+        """What the service says of an object; ``part_of`` is the key that messages name."""
+        with self._service.asking(operation, part_of or key) as link:
             blob = link.bucket.blob(self.root + key)
             blob.reload(projection="noAcl", timeout=self._service.stall_seconds, retry=None)
             return _of_blob(key, blob)
@@ -247,12 +256,6 @@ class Objects:
             )
             found = [_of_blob(blob.name.removeprefix(self.root), blob) for blob in blobs]
         return sorted(found, key=lambda each: each.key.encode())
-
-    # ---- how
-
-    def storage_class(self, key: str) -> str | None:
-        """The class that an object of this key is to have; None: the bucket's."""
-        return self._service.options.storage_class if is_shard(key) else None
 
 
 class _Related:
@@ -287,21 +290,21 @@ class _Related:
 
 
 def refuse_other_bytes(
-    objects: Objects, operation: str, stored: Stored, crc32c: int, *, size: int | None = None
+    objects: Objects, operation: str, stored: Stored, crc32c: int, size: int, key: str
 ) -> None:
     """Compare what the service says that it stored; if it differs, remove that again.
 
     Raises:
-        CorruptionError: it differs.
+        CorruptionError: it differs; the message names ``key``.
     """
-    if stored.crc32c == crc32c and size in (None, stored.size):
+    if (stored.crc32c, stored.size) == (crc32c, size):
         return
     with contextlib.suppress(StoreError):  # whoever looks finds the wrong checksum
         objects.delete(stored.key, stored.generation)
     told = "no CRC32C" if stored.crc32c is None else f"CRC32C {digest.to_hex(stored.crc32c)}"
     raise CorruptionError(
         operation,
-        stored.key,
+        key,
         f"{told} and {stored.size} bytes were stored, CRC32C {digest.to_hex(crc32c)} was sent",
     )
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ds_ckpt_store.contract import digest
 from ds_ckpt_store.contract.clock import fresh_token, system_random
-from ds_ckpt_store.errors import CorruptionError, NotFoundError, StoreError
+from ds_ckpt_store.errors import AmbiguousError, CorruptionError, NotFoundError, StoreError
 from ds_ckpt_store.stores.gcs.objects import Objects, Stored, refuse_other_bytes
 from ds_ckpt_store.stores.port import BytesSource, Part, Source
 
@@ -71,7 +71,7 @@ class ComposedParts:
         name = f"{number:05d}"
         part = self._put(key, nonce, name, source, {}, checked=checked, operation="put_part")
         if checked:
-            refuse_other_bytes(self._objects, "put_part", part, source.crc32c, size=source.size)
+            refuse_other_bytes(self._objects, "put_part", part, source.crc32c, source.size, key)
         return Part(number, part.size, source.crc32c, part.generation)
 
     def parts(self, key: str, nonce: str) -> dict[int, tuple[int, str]]:
@@ -133,13 +133,13 @@ class ComposedParts:
             source,
             checked=checked,
             metadata={**metadata, "key": key},
-            class_of=key,
+            part_of=key,
             operation=operation,
         )
 
     def _marker(self, operation: str, key: str, nonce: str) -> None:
         try:
-            self._objects.head(f"{FOLDER}{nonce}/{MARKER}")
+            self._objects.head(f"{FOLDER}{nonce}/{MARKER}", operation, part_of=key)
         except NotFoundError as error:
             raise NotFoundError(operation, key, f"no upload {nonce}") from error
 
@@ -176,33 +176,38 @@ class ComposedParts:
         while len(pieces) > AT_ONCE:
             level += 1
             groups = [pieces[at : at + AT_ONCE] for at in range(0, len(pieces), AT_ONCE)]
-            names = [f"{FOLDER}{nonce}/c{level}-{index:05d}" for index in range(len(groups))]
-            pieces = [
-                self._compose_one(name, group, {"key": key}, checked=checked, consume=False)
-                for name, group in zip(names, groups, strict=True)
-            ]
-        return self._compose_one(key, pieces, metadata, checked=checked, consume=True)
+            between = []
+            for index, group in enumerate(groups):
+                name = f"{FOLDER}{nonce}/c{level}-{index:05d}"
+                made = self._objects.compose(name, group, {"key": key}, part_of=key, consume=False)
+                if checked:
+                    refuse_other_bytes(self._objects, "complete", made, *_sum(group), key)
+                between.append(made)
+            pieces = between
+        try:
+            return self._objects.compose(key, pieces, metadata, part_of=key, consume=True)
+        except AmbiguousError:
+            found = self._found(key)
+            if found is None or (found.crc32c, found.size) != _sum(pieces):
+                raise
+            return found  # it was applied, and only its answer was lost
 
-    def _compose_one(
-        self,
-        key: str,
-        pieces: Sequence[Stored],
-        metadata: Mapping[str, str],
-        *,
-        checked: bool,
-        consume: bool,
-    ) -> Stored:
-        made = self._objects.compose(key, pieces, metadata, consume=consume)
-        if checked:
-            crc32c = digest.combine_all((each.crc32c or 0, each.size) for each in pieces)
-            size = sum(each.size for each in pieces)
-            refuse_other_bytes(self._objects, "complete", made, crc32c, size=size)
-        return made
+    def _found(self, key: str) -> Stored | None:
+        try:
+            return self._objects.head(key, "complete")
+        except NotFoundError:
+            return None
 
     def _remove(self, nonce: str) -> None:
         """Remove what is stored of an upload, each in the generation that was seen, for good."""
         for each in self._held("abort", nonce).everything():
             self._objects.delete(each.key, each.generation)
+
+
+def _sum(pieces: Sequence[Stored]) -> tuple[int, int]:
+    """CRC32C and size that these have together, as the service said of each."""
+    crc32c = digest.combine_all((each.crc32c or 0, each.size) for each in pieces)
+    return crc32c, sum(each.size for each in pieces)
 
 
 def _chosen(key: str, part: Part, stored: Stored | None, checked: bool) -> Stored:

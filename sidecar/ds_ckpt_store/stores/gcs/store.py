@@ -141,7 +141,7 @@ class GCSStore:
                 raise
             raise PreconditionError("put", key, error.answer) from error
         if checked:
-            refuse_other_bytes(self._objects, "put", stored, source.crc32c, size=source.size)
+            refuse_other_bytes(self._objects, "put", stored, source.crc32c, source.size, key)
         return stored.info(checksum=checked)
 
     def get(self, key: str) -> tuple[bytes, ObjectInfo]:
@@ -225,12 +225,12 @@ class GCSStore:
         way, token = _way(upload)
         if way == XML:
             self._xml.complete(upload.key, token, parts)
-            stored = self._objects.head(upload.key)
+            stored = self._objects.head(upload.key, "complete")
         else:
             stored = self._composed.complete(upload.key, token, parts, checked=checked)
         if checked:
             size = sum(part.size for part in parts)
-            refuse_other_bytes(self._objects, "complete", stored, whole, size=size)
+            refuse_other_bytes(self._objects, "complete", stored, whole, size, upload.key)
         return stored.info(checksum=checked)
 
     def abort(self, upload: Upload) -> None:
