@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Barrier
 from typing import Any, BinaryIO
 
-import fsspec
+import fsspec.registry
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -119,10 +119,11 @@ def test_an_unknown_kind_is_called_unknown_with_fsspec_and_without() -> None:
     assert "ds-ckpt-sidecar[fsspec]" in ran.stdout
 
 
-def test_a_kind_whose_library_is_lacking_names_what_to_install() -> None:
-    fsspec.register_implementation(
-        "lacking", "no_such_module.FileSystem", errtxt="Install lackingfs to use lacking://"
-    )
+def test_a_kind_whose_library_is_lacking_names_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lacking = {"class": "no_such_module.FileSystem", "err": "Install lackingfs to use lacking://"}
+    monkeypatch.setitem(fsspec.registry.known_implementations, "lacking", lacking)
     with pytest.raises(SettingsError, match="Install lackingfs"):
         open_store("lacking://x/y", {})
 
@@ -187,7 +188,7 @@ def test_an_option_that_a_file_system_does_not_know_is_named_without_its_value()
     assert SECRET not in repr(store._options)
 
 
-def test_a_message_of_a_file_system_shows_no_option() -> None:
+def test_a_message_of_a_file_system_shows_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
     class Talkative(MemoryFileSystem):
         protocol = "talkative"
 
@@ -198,11 +199,23 @@ def test_a_message_of_a_file_system_shows_no_option() -> None:
         def info(self, path: str, **options: Any) -> Any:
             raise OSError(f"login with {self.token} failed")
 
-    fsspec.register_implementation("talkative", Talkative, clobber=True)
+    monkeypatch.setitem(fsspec.registry._registry, "talkative", Talkative)
     environ = {"DS_CKPT_FSSPEC_OPTIONS": json.dumps({"token": SECRET})}
     with pytest.raises(TransientError, match="login with") as caught:
         opened("talkative://a/b", environ).head("k")
     assert SECRET not in str(caught.value)
+
+
+def test_a_repository_without_a_revision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take what follows the @ in a checkpoint's folder for one."""
+
+    class Repositories(MemoryFileSystem):
+        protocol = "hf"
+
+    monkeypatch.setitem(fsspec.registry._registry, "hf", Repositories)
+    with pytest.raises(SettingsError, match="hf://user/repo@main/folder"):
+        open_store("hf://user/repo/folder", {})
+    assert opened("hf://user/repo@main/folder").url == "hf://user/repo@main/folder"
 
 
 def test_the_time_of_silence_is_given_to_what_takes_it() -> None:
@@ -281,15 +294,15 @@ def test_a_reader_sees_the_old_object_while_a_new_one_is_written(whole: Store) -
 def test_what_a_killed_process_left_is_removed_after_a_day(tmp_path: Path) -> None:
     folder = tmp_path / "root" / TEMPORARY
     folder.mkdir(parents=True)
-    for name, age in (("old", 25), ("young", 23)):
+    for name, age in (("old.whole", 25), ("young.whole", 23), ("lock", 48)):
         (folder / name).write_bytes(b"half")
         os.utime(folder / name, (time.time() - age * 3600,) * 2)
     store = opened(f"local://{tmp_path}/root")
     assert list(store.list("")) == []
     store.put("k", BytesSource(b"data"))
-    assert [path.name for path in folder.iterdir()] == ["young"]
+    assert {path.name for path in folder.iterdir()} == {"young.whole", "lock"}
     with pytest.raises(RefusedError):
-        store.get(f"{TEMPORARY}/young")
+        store.get(f"{TEMPORARY}/young.whole")
 
 
 def test_a_file_is_not_moved_into_a_folder_of_its_name(local: FsspecStore) -> None:

@@ -49,7 +49,8 @@ from ds_ckpt_store.stores.port import (
     Upload,
 )
 
-TEMPORARY = ".ds_ckpt-tmp"
+TEMPORARY = ".ds_ckpt-tmp"  # as in a folder of file://, which keeps its lock there
+SUFFIX = ".whole"
 LEFTOVER_SECONDS = 24 * 3600.0
 ANY_SIZE = 1 << 62
 MAX_BLOCKS = 10_000  # S3's number of parts; others allow more
@@ -159,7 +160,7 @@ class FsspecStore:
             access.write(path, source)
 
     def _put_by_rename(self, access: Access, key: str, path: str, source: Source) -> ObjectInfo:
-        temporary = f"{self._root}/{TEMPORARY}/{fresh_token(self._rng)}"
+        temporary = f"{self._root}/{TEMPORARY}/{fresh_token(self._rng)}{SUFFIX}"
         self._need_folder(access, temporary)
         self._need_folder(access, path)
         try:
@@ -203,7 +204,8 @@ class FsspecStore:
         with contextlib.suppress(Exception):
             for entry in access.entries(f"{self._root}/{TEMPORARY}"):
                 modified = modified_of(entry)
-                if modified and modified + LEFTOVER_SECONDS < now:
+                ours = str(entry["name"]).endswith(SUFFIX)
+                if ours and modified and modified + LEFTOVER_SECONDS < now:
                     access.remove(str(entry["name"]))
 
     def get(self, key: str) -> tuple[bytes, ObjectInfo]:
