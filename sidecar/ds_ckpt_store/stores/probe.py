@@ -3,16 +3,23 @@
 Object stores promise what they do not do: some accept a wrong checksum in silence, some ignore
 conditions, some answer 412 to every If-Match. The protocol rests on three things, so they are
 tried for real before the first save: that changed bytes are refused, that of two creates one
-fails, and that a swap fails with a wrong version and succeeds with the right one. :func:`fit` then
+fails, and that a swap fails with a wrong version and succeeds with the right one. Two writers come
+one after the other, and then the second overtakes the first, whose body comes slowly: some stores
+judge a condition when a request begins, write when it ends, and let both win. :func:`fit` then
 makes the store as strong as it can be, or refuses it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import BinaryIO
 
 from ds_ckpt_store.contract.clock import fresh_token
 from ds_ckpt_store.errors import (
@@ -25,10 +32,20 @@ from ds_ckpt_store.errors import (
     WeakStoreError,
 )
 from ds_ckpt_store.stores.check_then_put import CheckThenPut
-from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, Proof, Store
+from ds_ckpt_store.stores.port import (
+    BytesSource,
+    Condition,
+    IfAbsent,
+    IfVersion,
+    Proof,
+    Source,
+    Store,
+)
 from ds_ckpt_store.stores.swap_by_create import SwapByCreate, has_versions
 
 PROBE = ".ds_ckpt/probe/"
+HEAD_START = 0.05  # seconds that a request has to reach the store before another one
+LONGEST_PAUSE = 2.0  # seconds; stores close a connection on which nothing comes after about 20
 
 
 @dataclass(frozen=True)
@@ -37,8 +54,9 @@ class Findings:
 
     Attributes:
         proof: the strongest proof that refused a changed body.
-        conditional_create: the second of two creates failed, and changed nothing.
-        swap: a swap with a wrong version failed and changed nothing, one with the right succeeded.
+        conditional_create: of two creates one failed, and changed nothing.
+        swap: a swap with a wrong version failed and changed nothing, one with the right succeeded,
+            and of two with the right one only one did.
         notes: what else a person should know, as sentences.
     """
 
@@ -75,6 +93,11 @@ def probe(store: Store, rng: random.Random, name: str = "anyone") -> Findings:
     proof = _strongest(store, under + "proof", notes)
     with _removing(store, under + "create"):
         create = store.capabilities.conditional_create and _creates(store, under + "create", rng)
+    if create:
+        with _removing(store, under + "race"):
+            create = _one_wins(store, under + "race", rng, IfAbsent())
+        if not create:
+            notes.append("of two creates at once both succeeded")
     with _removing(store, under + "swap"):
         swap = store.capabilities.swap and _swaps(store, under + "swap", rng)
     if create and not swap:
@@ -117,8 +140,8 @@ def _weakness(store: Store) -> str:
     """What the protocol misses in a store, and what to do."""
     claims = store.capabilities
     lacks = [
-        "has no conditional create: a second put with If-None-Match was accepted, so two sidecars "
-        "could both decide a save"
+        "has no conditional create: of two puts with If-None-Match both were accepted, so two "
+        "sidecars could both decide a save"
         if claims.conditional_create
         else "has no conditional create, so two sidecars could both decide a save"
     ]
@@ -177,7 +200,60 @@ def _swaps(store: Store, key: str, rng: random.Random) -> bool:
         store.put(key, BytesSource(fourth), condition=IfVersion(new))
     except (PreconditionError, RefusedError):
         return False  # a lost answer is raised: two sidecars must not come to different findings
-    return _holds(store, key, fourth)
+    return _holds(store, key, fourth) and _one_wins(
+        store, key, rng, IfVersion(store.get(key)[1].version)
+    )
+
+
+def _one_wins(store: Store, key: str, rng: random.Random, condition: Condition) -> bool:
+    """Whether of two writers only one wins, if one overtakes the other.
+
+    The first one's body stops in its middle until the second has its answer.
+    """
+    slow, fast = _SlowSource(_body(rng)), BytesSource(_body(rng))
+
+    def write(source: Source) -> bool:
+        try:
+            store.put(key, source, condition=condition)
+        except (PreconditionError, AmbiguousError, RefusedError):
+            return False
+        return True
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(write, slow)
+        try:
+            slow.begun.wait(LONGEST_PAUSE)
+            time.sleep(HEAD_START)
+            second = write(fast)
+        finally:
+            slow.go_on.set()
+        return not (first.result() and second)
+
+
+class _SlowSource(BytesSource):
+    """A body that comes in two pieces, the second one when it may."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.begun = threading.Event()
+        self.go_on = threading.Event()
+
+    def open(self) -> BinaryIO:
+        """A reader."""
+        return _SlowReader(super().open().read(), self)
+
+
+class _SlowReader(io.BytesIO):
+    def __init__(self, data: bytes, source: _SlowSource) -> None:
+        super().__init__(data)
+        self._source = source
+
+    def read(self, amount: int | None = -1) -> bytes:
+        if self.tell() == 0:
+            return super().read(1)
+        self._source.begun.set()
+        self._source.go_on.wait(LONGEST_PAUSE)
+        return super().read(amount)
 
 
 def _fails(write: Callable[[], object]) -> bool:

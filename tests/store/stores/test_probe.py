@@ -52,6 +52,44 @@ def test_an_s3_that_ignores_checksums_and_conditions_is_refused(juicefs: S3) -> 
     assert not list(store.list(""))
 
 
+def test_swift_lets_two_creates_win_that_come_together(swift: S3) -> None:
+    """It judges a condition when a request begins, and the later time stamp wins."""
+    store = swift.store(swift.bucket())
+    findings = probe(store, random.Random(1))
+    assert (findings.proof, findings.conditional_create, findings.swap) == (
+        Proof.SIGNED_PAYLOAD,
+        False,
+        False,
+    )
+    assert "of two creates at once both succeeded" in findings.describe()
+    with pytest.raises(WeakStoreError, match="of two puts with If-None-Match both were accepted"):
+        fit(store, findings)
+    assert nothing_left(store)
+
+
+class LooksFirst(MemoryStore):
+    """Judges a condition before it takes the body."""
+
+    looks_first_for: type
+
+    def put(self, key, source, *, condition=None):
+        if isinstance(condition, self.looks_first_for):
+            with self.bucket.lock:
+                self._judge("put", key, condition)
+            condition = None
+        return super().put(key, source, condition=condition)
+
+
+@pytest.mark.parametrize("kind", [IfAbsent, IfVersion])
+def test_a_store_that_looks_before_it_writes_is_found_out(kind: type) -> None:
+    store = LooksFirst(MemoryBucket(SystemClock()))
+    store.looks_first_for = kind
+    findings = probe(store, random.Random(1))
+    assert findings.conditional_create is (kind is not IfAbsent)
+    assert findings.swap is (kind is not IfVersion)
+    assert nothing_left(store)
+
+
 def test_a_folder_shows_what_it_wrote_and_has_both_conditions(tmp_path) -> None:
     store = FileStore(str(tmp_path / "root"))
     findings = probe(store, random.Random(1))
