@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
-import fsspec.registry
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry, known_implementations
 
 from ds_ckpt_store.contract.clock import SystemClock
 from ds_ckpt_store.errors import (
@@ -37,7 +38,9 @@ from ds_ckpt_store.stores.fsspec.store import TEMPORARY
 from ds_ckpt_store.stores.port import BytesSource, IfAbsent, Proof, Store
 from ds_ckpt_store.stores.probe import fit, probe
 from ds_ckpt_store.stores.retry import RetryPolicy, RetryStore
+from tests.faultproxy import Fault, FaultProxy
 from tests.project.test_imports import run
+from tests.servers_azure import Azure
 from tests.servers_ftp import Ftp
 from tests.store.stores.openers import OPENERS
 
@@ -123,7 +126,7 @@ def test_a_kind_whose_library_is_lacking_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lacking = {"class": "no_such_module.FileSystem", "err": "Install lackingfs to use lacking://"}
-    monkeypatch.setitem(fsspec.registry.known_implementations, "lacking", lacking)
+    monkeypatch.setitem(known_implementations, "lacking", lacking)
     with pytest.raises(SettingsError, match="Install lackingfs"):
         open_store("lacking://x/y", {})
 
@@ -199,7 +202,7 @@ def test_a_message_of_a_file_system_shows_no_option(monkeypatch: pytest.MonkeyPa
         def info(self, path: str, **options: Any) -> Any:
             raise OSError(f"login with {self.token} failed")
 
-    monkeypatch.setitem(fsspec.registry._registry, "talkative", Talkative)
+    monkeypatch.setitem(_registry, "talkative", Talkative)
     environ = {"DS_CKPT_FSSPEC_OPTIONS": json.dumps({"token": SECRET})}
     with pytest.raises(TransientError, match="login with") as caught:
         opened("talkative://a/b", environ).head("k")
@@ -212,7 +215,7 @@ def test_a_repository_without_a_revision_is_refused(monkeypatch: pytest.MonkeyPa
     class Repositories(MemoryFileSystem):
         protocol = "hf"
 
-    monkeypatch.setitem(fsspec.registry._registry, "hf", Repositories)
+    monkeypatch.setitem(_registry, "hf", Repositories)
     with pytest.raises(SettingsError, match="hf://user/repo@main/folder"):
         open_store("hf://user/repo/folder", {})
     assert opened("hf://user/repo@main/folder").url == "hf://user/repo@main/folder"
@@ -418,14 +421,15 @@ def test_what_is_forbidden_is_not_taken_for_absent(
 ) -> None:
     """Servers answer 550 to both."""
     ftp_store.put("a/k", BytesSource(b"data"))
-    for command in ("MLSD", "DELE", "RETR"):
+    for command in ("MLSD", "DELE", "RETR", "STOR"):
         monkeypatch.setattr(
-            ftp.handler, f"ftp_{command}", lambda handler, _: handler.respond("550 No.")
+            ftp.handler, f"ftp_{command}", lambda handler, *_: handler.respond("550 No.")
         )
     for call in (
         lambda: list(ftp_store.list("a/")),
         lambda: ftp_store.delete("a/k"),
         lambda: ftp_store.get("a/k"),
+        lambda: ftp_store.put("a/k", BytesSource(b"new")),
     ):
         with pytest.raises(AccessError):
             call()
@@ -473,6 +477,55 @@ def test_versions_of_ftp_are_as_fine_as_a_second(ftp_store: FsspecStore) -> None
     first = ftp_store.put("k", BytesSource(b"one")).version
     time.sleep(1.1)
     assert ftp_store.put("k", BytesSource(b"two")).version != first
+
+
+# ---- an object store: its errors come through two libraries
+
+
+def test_what_an_object_store_refuses_is_not_taken_for_absent(azurite: Azure) -> None:
+    """And one that was not there is, however it is asked for."""
+    container = azurite.container()
+
+    def opened_at(server: Azure) -> FsspecStore:
+        connection = (
+            f"DefaultEndpointsProtocol=http;AccountName={server.account};"
+            f"AccountKey={server.key};BlobEndpoint={server.endpoint};"
+        )
+        options = json.dumps({"connection_string": connection})
+        return opened(f"abfs://{container}/run", {"DS_CKPT_FSSPEC_OPTIONS": options})
+
+    opened_at(azurite).put("a/k", BytesSource(b"data"))
+    address = urlsplit(azurite.origin)
+    with FaultProxy(str(address.hostname), address.port or 0) as proxy:
+        store = opened_at(azurite.through(proxy.url))
+        calls: dict[str, Callable[[], object]] = {
+            "GET .*comp=list": lambda: list(store.list("")),
+            "HEAD ": lambda: store.head("a/k"),
+            "PUT ": lambda: store.put("a/k", BytesSource(b"new")),
+            "DELETE ": lambda: store.delete("a/k"),
+        }
+        for match, call in calls.items():
+            fault = proxy.add(Fault(match, "status", status=403, times=1))
+            with pytest.raises(AccessError):
+                call()
+            assert proxy.hits(fault) == 1
+        assert store.get("a/k")[0] == b"data"
+        store.delete("a/k")
+        store.delete("a/k")
+        assert list(store.list("")) == []
+
+
+def test_a_container_that_is_not_there_is_not_made(azurite: Azure) -> None:
+    connection = (
+        f"DefaultEndpointsProtocol=http;AccountName={azurite.account};"
+        f"AccountKey={azurite.key};BlobEndpoint={azurite.endpoint};"
+    )
+    options = json.dumps({"connection_string": connection})
+    store = opened("abfs://no-such-container/run", {"DS_CKPT_FSSPEC_OPTIONS": options})
+    for size in (10, 2 * MIB):
+        with pytest.raises(RefusedError, match="make the bucket or container"):
+            store.put("k", StreamSource(size))
+    assert "no-such-container" not in [each.name for each in azurite.service().list_containers()]
 
 
 # ---- conditions for one writer

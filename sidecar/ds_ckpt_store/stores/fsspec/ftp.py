@@ -101,7 +101,11 @@ class FtpAccess(FolderAccess):
     def write(self, path: str, source: Source) -> None:
         """By one STOR."""
         self.spent = True
-        self.fs.ftp.storbinary(f"STOR {path}", _Reader(pieces(source)), blocksize=PIECE)
+        try:
+            self.fs.ftp.storbinary(f"STOR {path}", _Reader(pieces(source)), blocksize=PIECE)
+        except ftplib.error_perm as error:  # an answer, so none is owed any more
+            self.spent = False
+            raise self._why(error, path.rpartition("/")[0]) from None
         self.spent = False
 
     def rename(self, old: str, new: str) -> None:

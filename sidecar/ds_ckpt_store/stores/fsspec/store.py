@@ -140,10 +140,6 @@ class FsspecStore:
                 raise CorruptionError(
                     "put", key, f"the source gave {error.count} of its {source.size} bytes"
                 ) from None
-            except FileNotFoundError as error:
-                self._made.clear()  # somebody removed a folder: make it again
-                kind = TransientError if access.folders else RefusedError
-                raise kind("put", key, f"{self.url} is not there: {error}") from error
 
     def _write(self, access: Access, path: str, source: Source) -> None:
         """Write in place; of a kind unknown here, a folder below one that is there may be lacking.
@@ -387,7 +383,13 @@ class FsspecStore:
     def _translate(self, operation: str, key: str, error: Any, *, write: bool) -> StoreError:
         said = self._options.hide(str(error)) or "no reason"
         text = f"{self.url}: {type(error).__name__}: {said}"
-        return translate(operation, key, error, text, write=write)
+        ours = translate(operation, key, error, text, write=write)
+        if operation != "put" or not isinstance(ours, NotFoundError):
+            return ours
+        if self._access.folders:
+            self._made.clear()  # somebody removed a folder: make it again
+            return TransientError("put", key, text)
+        return RefusedError("put", key, f"{text}; make the bucket or container, or the folder")
 
 
 def _has_control(text: str) -> bool:
