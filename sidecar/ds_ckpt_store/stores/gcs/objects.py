@@ -1,8 +1,8 @@
 """Whole objects over the JSON API.
 
-google-cloud-storage does what has no body: head, list, delete, compose. Bodies go by requests of
-our own over the same session, because the SDK reads an upload into memory and copies it, hands a
-download out in small pieces, and does not show which range was answered.
+google-cloud-storage does head, list and delete. The others go by requests of our own over the same
+session, because the SDK reads an upload into memory and copies it, hands a download out in small
+pieces, does not show which range was answered, and composes without the key that is to encrypt.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ds_ckpt_store.stores.gcs.options import is_shard
 from ds_ckpt_store.stores.gcs.service import Service
 from ds_ckpt_store.stores.port import Condition, IfAbsent, IfVersion, ObjectInfo, Sink, Source
 
+LARGEST = (1 << 63) - 1  # generation
 TYPE = "application/octet-stream"
 AS_STORED = {"Accept-Encoding": "gzip"}  # else an object stored as gzip would come unpacked
 LISTED = "items(name,size,generation,timeCreated,crc32c,metadata),nextPageToken"
@@ -108,11 +109,12 @@ class Objects:
         options = self._service.options
         if options.storage_class is not None and is_shard(named):
             resource["storageClass"] = options.storage_class
-        query = {"uploadType": "multipart", "name": name, **self._generation(key, condition)}
-        if options.kms_key is not None:
-            query["kmsKeyName"] = options.kms_key
-        if options.user_project is not None:
-            query["userProject"] = options.user_project
+        query = {
+            "uploadType": "multipart",
+            "name": name,
+            **self._generation(key, condition),
+            **self._written(),
+        }
         body = _Related(resource, source)
         with (
             contextlib.closing(body),
@@ -127,11 +129,25 @@ class Objects:
             raise CorruptionError(operation, named, f"was stored as {answer.get('name')!r}")
         return _stored(key, answer)
 
+    def _written(self) -> dict[str, str]:
+        """Parameters of whatever makes an object."""
+        kms_key = self._service.options.kms_key
+        return self._paid() if kms_key is None else {"kmsKeyName": kms_key, **self._paid()}
+
+    def _paid(self) -> dict[str, str]:
+        """Parameters of every request of our own."""
+        project = self._service.options.user_project
+        return {} if project is None else {"userProject": project}
+
+    def _path(self, key: str) -> str:
+        return f"/storage/v1/b/{self._service.bucket}/o/{quote(self.root + key, safe='')}"
+
     def _generation(self, key: str, condition: Condition) -> dict[str, str]:
         if isinstance(condition, IfAbsent):
             return {"ifGenerationMatch": "0"}
         if isinstance(condition, IfVersion):
-            if not condition.version.isdecimal() or condition.version == "0":
+            version = condition.version
+            if not version.isdecimal() or not 0 < int(version) <= LARGEST:
                 raise PreconditionError("put", key, f"has no version {condition.version!r}")
             return {"ifGenerationMatch": condition.version}
         return {}
@@ -154,23 +170,29 @@ class Objects:
             part_of: the key that messages name.
             consume: remove the parts in the same step, without fees and soft-deleted copies.
         """
-        service = self._service
-        with service.asking("complete", part_of, write=True) as link:
-            blob = link.bucket.blob(self.root + key, kms_key_name=service.options.kms_key)
-            blob.content_type = TYPE
-            if metadata:
-                blob.metadata = dict(metadata)
-            blob.compose(
-                [
-                    link.bucket.blob(self.root + part.key, generation=int(part.generation))
-                    for part in parts
-                ],
-                if_source_generation_match=[int(part.generation) for part in parts],
-                delete_source_objects=consume,
-                timeout=service.stall_seconds,
-                retry=None,
-            )
-            return _of_blob(key, blob)
+        # By a request of our own: the SDK leaves out the key that encrypts what is made.
+        request = {
+            "sourceObjects": [
+                {
+                    "name": self.root + part.key,
+                    "generation": part.generation,
+                    "objectPreconditions": {"ifGenerationMatch": part.generation},
+                }
+                for part in parts
+            ],
+            "destination": {"contentType": TYPE, "metadata": dict(metadata)},
+            "deleteSourceObjects": consume,
+        }
+        with self._service.asking("complete", part_of, write=True) as link:
+            answer = self._service.send(
+                link,
+                "POST",
+                f"{self._path(key)}/compose",
+                query=self._written(),
+                headers={"Content-Type": "application/json"},
+                body=json.dumps(request).encode(),
+            ).json()
+        return _stored(key, answer)
 
     def delete(self, key: str, generation: str | None = None) -> None:
         """Remove an object, or one generation of it for good; no error if it is not there."""
@@ -189,7 +211,11 @@ class Objects:
         """A small object whole, checked against what the service says of it."""
         with self._service.asking("get", key) as link:
             answer = self._service.send(
-                link, "GET", self._media(key), query=self._media_query(), headers=AS_STORED
+                link,
+                "GET",
+                self._path(key),
+                query={"alt": "media", **self._paid()},
+                headers=AS_STORED,
             )
             with contextlib.closing(answer):
                 data = answer.raw.read(decode_content=False)
@@ -212,8 +238,8 @@ class Objects:
             answer = self._service.send(
                 link,
                 "GET",
-                self._media(key),
-                query=self._media_query(),
+                self._path(key),
+                query={"alt": "media", **self._paid()},
                 headers={**AS_STORED, "Range": f"bytes={offset}-{last}"},
             )
         with contextlib.closing(answer):
@@ -228,13 +254,6 @@ class Objects:
                 left -= len(piece)
             with self._service.asking("read", key):
                 answer.raw.read(decode_content=False)  # nothing: the pool keeps the connection
-
-    def _media(self, key: str) -> str:
-        return f"/storage/v1/b/{self._service.bucket}/o/{quote(self.root + key, safe='')}"
-
-    def _media_query(self) -> dict[str, str]:
-        project = self._service.options.user_project
-        return {"alt": "media"} if project is None else {"alt": "media", "userProject": project}
 
     def head(self, key: str, operation: str = "head", *, part_of: str | None = None) -> Stored:
         """What the service says of an object; ``part_of`` is the key that messages name."""

@@ -79,7 +79,7 @@ class XMLParts:
         query = {"partNumber": str(number), "uploadId": token}
         with (
             contextlib.closing(Body(source)) as body,
-            self._service.asking("put_part", key, write=True) as link,
+            self._service.asking("put_part", key, write=True, missing="upload") as link,
             contextlib.closing(
                 self._send(link, "PUT", self._root + key, query, headers, body)
             ) as answer,
@@ -116,7 +116,7 @@ class XMLParts:
         )
         body = f"<CompleteMultipartUpload>{listed}</CompleteMultipartUpload>".encode()
         headers = {"Content-Type": "application/xml"}
-        with self._service.asking("complete", key, write=True) as link:
+        with self._service.asking("complete", key, write=True, missing="upload") as link:
             name, query = self._root + key, {"uploadId": token}
             answer = self._send(link, "POST", name, query, headers, body, patience=PATIENCE)
             try:
@@ -129,7 +129,7 @@ class XMLParts:
         """Abort an upload; no error if it is gone."""
         with (
             contextlib.suppress(NotFoundError),
-            self._service.asking("abort", key, write=True) as link,
+            self._service.asking("abort", key, write=True, missing="upload") as link,
         ):
             self._send(link, "DELETE", self._root + key, {"uploadId": token}).close()
 
@@ -151,7 +151,7 @@ class XMLParts:
         self, operation: str, key: str, name: str, query: dict[str, str], expected: str
     ) -> Iterator[ElementTree.Element]:
         while True:
-            with self._service.asking(operation, key) as link, _or_unknown():
+            with self._service.asking(operation, key, missing="upload") as link, _or_unknown():
                 page = _document(self._send(link, "GET", name, query), expected)
             yield page
             if child_text(page, "IsTruncated") != "true":

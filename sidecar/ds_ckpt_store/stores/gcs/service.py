@@ -50,7 +50,7 @@ SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 ERROR_BYTES = 64 << 10  # of an answer that is read to find out what it says
 
 _NOT_SENT = (urllib3.exceptions.NewConnectionError, urllib3.exceptions.ConnectTimeoutError)
-Missing = Literal["object", "bucket"]
+Missing = Literal["object", "bucket", "upload"]
 
 
 @dataclass(eq=False)
@@ -205,6 +205,9 @@ class Service:
             )
         except ValueError as error:
             raise SettingsError(f"gs://{self.bucket}: the SDK refuses {url}: {error}") from error
+        # For traces, which nobody asked for, the SDK would fetch the bucket's metadata in a thread:
+        # a right that we do not need, and a request that says nothing of who pays.
+        client._bucket_metadata_cache = None
         bucket = client.bucket(self.bucket, user_project=options.user_project)
         return Link(session, client, bucket, url)
 
@@ -228,10 +231,13 @@ class Service:
         if kind is AccessError:
             remedy = REMEDIES.get(answer.code, ROLE)
             return AccessError(operation, key, f"{text} ({self._where(link)}); {remedy}")
-        if answer.code == "NoSuchBucket" or (
-            kind is NotFoundError and not answer.code.startswith("NoSuch")
-            and (missing == "bucket" or self._bucket_is_missing(link))
-        ):  # fmt: skip
+        if (
+            kind is NotFoundError
+            and not answer.code.startswith("NoSuch")
+            and (missing == "bucket" or (missing == "object" and self._bucket_is_missing(link)))
+        ):
+            answer = Answer(answer.status, "NoSuchBucket", answer.message)
+        if answer.code == "NoSuchBucket":
             return RefusedError(
                 operation,
                 key,
