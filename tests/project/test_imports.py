@@ -15,7 +15,17 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = [ROOT / "trainer_hook", ROOT / "sidecar"]
 BARE = {"pydantic", "psutil", "awscrt"}
-HEAVY = ("torch", "deepspeed", "boto3", "botocore", "kubernetes", "google", "azure", "numpy")
+HEAVY = (
+    "torch",
+    "deepspeed",
+    "boto3",
+    "botocore",
+    "fsspec",
+    "kubernetes",
+    "google",
+    "azure",
+    "numpy",
+)
 FROM_EXTRAS = (
     *HEAVY,
     "pydantic_settings",
