@@ -86,3 +86,10 @@ def sftp(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers_sftp.Sftp
     """A server of files over SSH."""
     with servers_sftp.sftp_server(tmp_path_factory.mktemp("sftp")) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def anonymous_seaweed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[servers.S3Server]:
+    """An S3 for whoever signs nothing: it knows Google's XML API for multipart uploads."""
+    with servers_gcs.anonymous_seaweed(tmp_path_factory.mktemp("anonymous")) as server:
+        yield server
