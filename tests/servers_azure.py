@@ -108,8 +108,8 @@ def azurite(folder: Path, *, https: tuple[Path, Path] | None = None) -> Iterator
     account, key = "ckpttest", base64.b64encode(secrets.token_bytes(64)).decode()
     (port,) = free_ports(1, system_random())
     command = [str(PROGRAM), "--blobHost", HOST, "--blobPort", str(port), "--location", str(folder)]
-    # The SDK speaks a newer version of the API than Azurite knows.
-    command += ["--skipApiVersionCheck", "--disableTelemetry", "--silent"]
+    # The SDK speaks a newer version of the API than Azurite knows; loose: encryption is ignored.
+    command += ["--skipApiVersionCheck", "--loose", "--disableTelemetry", "--silent"]
     if https is not None:
         command += ["--cert", str(https[0]), "--key", str(https[1])]
     with (folder / "output.log").open("wb") as log:

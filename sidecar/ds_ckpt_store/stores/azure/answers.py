@@ -58,6 +58,7 @@ _REFUSED = (
     "ContainerBeingDeleted",
     "ContainerDisabled",
     "ContainerNotFound",
+    "FeatureNotSupported",
     "InvalidBlobType",
     "PathConflict",
     "PathAlreadyExists",

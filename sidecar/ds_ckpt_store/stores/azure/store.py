@@ -362,6 +362,10 @@ class AzureStore:
     def complete(self, upload: Upload, parts: Sequence[Part]) -> ObjectInfo:
         """Put Block List of exactly these blocks, with the whole's CRC32C in the metadata."""
         proof = self._proof
+        numbers = [part.number for part in parts]
+        if not parts or numbers != sorted(set(numbers)):
+            self.parts(upload)
+            raise RefusedError("complete", upload.key, "no parts, or not in ascending order")
         for part in parts:
             block = Block.parse(part.token)
             expected = (upload.token, part.number, part.crc32c)
@@ -374,9 +378,11 @@ class AzureStore:
                     "complete", upload.key, f"part {part.number} was sent without a checksum"
                 )
         whole = digest.combine_all((part.crc32c, part.size) for part in parts)
-        metadata = {_CRC32C: digest.to_hex(whole), _PROOF: proof.value}
-        if parts:
-            metadata["partsize"] = str(parts[0].size)
+        metadata = {
+            _CRC32C: digest.to_hex(whole),
+            _PROOF: proof.value,
+            "partsize": str(parts[0].size),
+        }
         try:
             answer = self._commit("complete", upload.key, [part.token for part in parts], metadata)
         except CorruptionError:
