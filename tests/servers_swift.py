@@ -72,7 +72,7 @@ use = egg:swift#catch_errors
 [filter:s3api]
 use = egg:swift#s3api
 location = {region}
-dns_compliant_bucket_names = true
+max_bucket_listing = 50
 [filter:tempauth]
 use = egg:swift#tempauth
 user_{user_of_account} = {secret_key} .admin

@@ -285,6 +285,8 @@ class Agent:
             else:
                 self._failures.clear("probe")
                 self._log.info("store.probed", findings=findings.describe())
+                if findings.doubt() is not None:
+                    self._log.warning("store.weak_proof", reason=findings.doubt())
                 return fitted
 
     # ---- passes

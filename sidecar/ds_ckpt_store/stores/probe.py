@@ -72,6 +72,27 @@ class Findings:
         facts = f"proof {self.proof.value}, conditional create {create}, swap {swap}"
         return "; ".join((facts, *self.notes))
 
+    def doubt(self) -> str | None:
+        """What the proof leaves open, as a sentence for a person; None if nothing."""
+        return _DOUBTS.get(self.proof)
+
+
+_DOUBTS = {
+    Proof.SIGNED_PAYLOAD: (
+        "this store keeps no CRC32C of objects: each body is checked on its way in by the SHA-256 "
+        "of its signature (which costs processor time), and of what is stored only the size can "
+        "be compared"
+    ),
+    Proof.CONTENT_MD5: (
+        "this store keeps no CRC32C of objects: each body is checked on its way in by its MD5 "
+        "(which costs processor time), and of what is stored only the size can be compared"
+    ),
+    Proof.READ_BACK: (
+        "this store checks nothing that it is sent: every object is read back and compared after "
+        "its upload, which costs as much traffic again"
+    ),
+}
+
 
 def probe(store: Store, rng: random.Random, name: str = "anyone") -> Findings:
     """Try proofs, conditional create and swap. Leaves the store's proof as it was.

@@ -35,6 +35,7 @@ def test_seaweedfs_has_all_that_the_protocol_needs(seaweed: S3) -> None:
         True,
     )
     assert fit(store, findings) is store
+    assert findings.doubt() is None
     assert nothing_left(store)
 
 
@@ -62,6 +63,7 @@ def test_swift_lets_two_creates_win_that_come_together(swift: S3) -> None:
         False,
     )
     assert "of two creates at once both succeeded" in findings.describe()
+    assert "keeps no CRC32C" in str(findings.doubt())
     with pytest.raises(WeakStoreError, match="of two puts with If-None-Match both were accepted"):
         fit(store, findings)
     assert nothing_left(store)
@@ -130,7 +132,9 @@ def test_a_server_that_learned_to_swap_keeps_the_versions_that_exist() -> None:
 
 def test_a_store_that_accepts_wrong_checksums_is_read_back() -> None:
     store = memory(refuses_corruption=False)
-    assert probe(store, random.Random(1)).proof is Proof.READ_BACK
+    findings = probe(store, random.Random(1))
+    assert findings.proof is Proof.READ_BACK
+    assert "every object is read back" in str(findings.doubt())
 
 
 def test_a_store_that_does_not_return_checksums_is_not_believed() -> None:
