@@ -1,13 +1,53 @@
-"""A source as an HTTP library wants a body, streamed in large pieces."""
+"""A source as an HTTP library wants a body, and its checksums, all taken in one reading."""
 
 from __future__ import annotations
 
-import hashlib
 import os
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from ds_ckpt_store.contract.digest import CHUNK
-from ds_ckpt_store.stores.port import Source
+from ds_ckpt_store.contract.digest import CHUNK, crc32c
+from ds_ckpt_store.stores.port import FileSource, Source
+
+
+def examine(source: Source, *hashes: Callable[[memoryview], object]) -> int:
+    """CRC32C of a source, and other hashes of the very same bytes.
+
+    A server checks a body by one hash, and the manifest by another. If each were taken in a
+    reading of its own, a file that is written to in between could pass both.
+
+    Args:
+        source: what is read, once.
+        hashes: called with each piece in order.
+    """
+    value = 0
+    for piece in _pieces(source):
+        value = crc32c(piece, value)
+        for update in hashes:
+            update(piece)
+    return value
+
+
+def _pieces(source: Source) -> Iterator[memoryview]:
+    done = 0
+    if isinstance(source, FileSource):  # not through its reader, which waits for bandwidth
+        view = memoryview(bytearray(min(CHUNK, max(source.size, 1))))
+        while done < source.size:
+            try:
+                count = os.preadv(source.fd, [view[: source.size - done]], source.offset + done)
+            except OSError:
+                break
+            if count == 0:
+                break
+            source.pace(0)  # still at work
+            yield view[:count]
+            done += count
+    if done == source.size:
+        return
+    with source.open() as reader:  # of another kind; or it raises what is wrong with the file
+        reader.seek(done)
+        while piece := reader.read(CHUNK):
+            yield memoryview(piece)
 
 
 class Body:
@@ -18,9 +58,11 @@ class Body:
 
     Args:
         source: the bytes.
+        sha256: of the whole in hexadecimal, for who signs it.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, sha256: str | None = None) -> None:
+        self.sha256 = sha256
         self._reader: BinaryIO = source.open()
         self._size = source.size
 
@@ -39,15 +81,6 @@ class Body:
     def tell(self) -> int:
         """Bytes that were given so far."""
         return self._reader.tell()
-
-    def sha256(self) -> str:
-        """SHA-256 of the whole in hexadecimal; reads it all, and goes back to its start."""
-        value = hashlib.sha256()
-        self.seek(0)
-        while piece := self.read():
-            value.update(piece)
-        self.seek(0)
-        return value.hexdigest()
 
     def close(self) -> None:
         """Close the reader."""

@@ -26,8 +26,7 @@ class Signer(auth.S3SigV4Auth):
     def payload(self, request: Any) -> str:
         """What is signed for the body: its SHA-256 in hexadecimal, or that it is not signed."""
         known = getattr(request.body, "sha256", None)
-        is_signed = request.context["client_config"].s3["payload_signing_enabled"]
-        return str(known() if known is not None and is_signed else super().payload(request))
+        return str(known or super().payload(request))
 
 
 def prepare(client: Any) -> None:

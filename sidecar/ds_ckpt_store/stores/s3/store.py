@@ -12,9 +12,7 @@ calls :meth:`S3Store.refuses_corruption`. An ETag is an opaque version and never
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,6 +42,7 @@ from ds_ckpt_store.stores.port import (
     Source,
     Upload,
 )
+from ds_ckpt_store.stores.s3.checks import Checks, check
 from ds_ckpt_store.stores.s3.clients import Clients
 from ds_ckpt_store.stores.s3.failures import Failures
 from ds_ckpt_store.stores.s3.options import S3Options, is_data
@@ -132,12 +131,15 @@ class S3Store:
     ) -> ObjectInfo:
         """Put with another proof, or by another client, than those in use."""
         parameters = self._options.for_new(key, self._clock.time())
-        parameters.update(self._checksums(proof, key, source))
+        checks = self._check(proof, key, source)
+        if checks.crc32c != source.crc32c:
+            raise CorruptionError("put", key, "the bytes changed while they were read")
+        parameters.update(checks.parameters)
         if isinstance(condition, IfAbsent):
             parameters["IfNoneMatch"] = "*"
         elif isinstance(condition, IfVersion):
             parameters["IfMatch"] = condition.version
-        with contextlib.closing(Body(source)) as body:
+        with contextlib.closing(Body(source, checks.sha256)) as body:
             try:
                 answer = self._write("put", key, client, "put_object", Body=body, **parameters)
             except NotFoundError as error:
@@ -279,8 +281,9 @@ class S3Store:
     ) -> Part:
         """Put a part with another proof, or by another client, than those in use."""
         parameters = self._options.for_bytes()
-        parameters.update(self._checksums(proof, upload.key, source))
-        with contextlib.closing(Body(source)) as body:
+        checks = self._check(proof, upload.key, source)
+        parameters.update(checks.parameters)
+        with contextlib.closing(Body(source, checks.sha256)) as body:
             answer = self._write(
                 "put_part",
                 upload.key,
@@ -291,7 +294,7 @@ class S3Store:
                 Body=body,
                 **parameters,
             )
-        return Part(number, source.size, source.crc32c, answer["ETag"])
+        return Part(number, source.size, checks.crc32c, answer["ETag"])
 
     def parts(self, upload: Upload) -> dict[int, tuple[int, str]]:
         """ListParts over all pages."""
@@ -372,21 +375,8 @@ class S3Store:
 
     # ---- boto3
 
-    def _checksums(self, proof: Proof, key: str, source: Source) -> dict[str, Any]:
-        """Parameters that let the server check a body."""
-        locked = self._options.locks and is_data(key)
-        if proof is Proof.STORED_CHECKSUM:
-            return {
-                "ChecksumAlgorithm": "CRC32C",
-                "ChecksumCRC32C": digest.to_base64(source.crc32c),
-            }
-        if proof is Proof.CONTENT_MD5 or locked:  # S3 locks nothing that comes without a checksum
-            md5 = hashlib.md5(usedforsecurity=False)
-            with contextlib.closing(Body(source)) as body:
-                while piece := body.read():
-                    md5.update(piece)
-            return {"ContentMD5": base64.b64encode(md5.digest()).decode()}
-        return {}
+    def _check(self, proof: Proof, key: str, source: Source) -> Checks:
+        return check(proof, source, locked=self._options.locks and is_data(key))
 
     def _write(self, operation: str, key: str, client: Any, call: str, **parameters: Any) -> Any:
         with self._failures.turned(operation, key, client, write=True):
