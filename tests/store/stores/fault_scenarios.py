@@ -45,7 +45,7 @@ from tests.store.prefix import Prefix
 
 STALL_SECONDS = 1.0  # open the store with this, so that a stall costs no more
 POLICY = RetryPolicy(tries=6, base=0.01, longest=0.1)
-HASTY = RetryPolicy(tries=3, base=0.01, longest=0.1)
+HASTY = RetryPolicy(tries=3, deadline=2.0, base=0.01, longest=0.1)
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ class FaultStories:
 
     @pytest.mark.parametrize("what", READING)
     def test_a_download_is_right_in_spite_of(self, cloud: Cloud, what: str) -> None:
-        shard = cloud.shard("object", 2 * cloud.part_size + 777)
+        shard = cloud.shard("object", 3 * cloud.part_size)
         cloud.direct.put(shard.key, BytesSource(cloud.bytes_of(shard)))
         fault = _fault(cloud, cloud.wire.read, READING[what])
         damage: DamagedError | None = None
