@@ -572,6 +572,23 @@ def test_an_upload_that_is_aborted_under_a_part_stays_gone(
     assert left_over(root) == []
 
 
+def test_an_upload_that_is_aborted_under_its_completion_is_gone(
+    store: FileStore, root: Path, fd: int, monkeypatch
+) -> None:
+    upload = begin(store)
+    parts = put_parts(store, upload, fd)
+    sync = os.fsync
+
+    def fsync(fd: int) -> None:
+        sync(fd)
+        FileStore(str(root)).abort(upload)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(NotFoundError):
+        store.complete(upload, parts)
+    assert list(store.list("")) == left_over(root) == []
+
+
 def opened(root: Path) -> list[str]:
     links = []
     for name in os.listdir("/proc/self/fd"):

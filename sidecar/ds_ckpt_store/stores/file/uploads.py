@@ -149,8 +149,12 @@ class Uploads:
             whole = digest.combine_all(
                 (part.crc32c, part.size) for part in sorted(parts, key=lambda part: part.number)
             )
-            self._folder.publish("complete", upload.key, entry.fd, self._data(upload), None)
-            os.unlink(self._list(upload))
+            try:
+                self._folder.publish("complete", upload.key, entry.fd, self._data(upload), None)
+            except FileNotFoundError:
+                raise _gone("complete", upload) from None  # removed by another process just now
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._list(upload))
             leave_cache(entry.fd, size)
             info = info_of(upload.key, os.fstat(entry.fd), whole if read_again else None)
         self._forget(upload.token)
