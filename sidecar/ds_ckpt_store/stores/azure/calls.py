@@ -141,8 +141,9 @@ class Calls:
     ) -> StoreError:
         mine = self._credentials
         text = f"{text} (container {self._options.container} at {self._options.endpoint})"
-        if mine.renewed(used):
-            return ExpiredError(operation, key, f"{text}; {mine.source} was read anew")
+        renewed = mine.renewed(used)
+        if renewed is not None:
+            return ExpiredError(operation, key, f"{text} as {mine.source}; {renewed}")
         ended = mine.expired()
         if ended is not None:
             text = f"{text}; {mine.source} expired at {ended}: renew it"

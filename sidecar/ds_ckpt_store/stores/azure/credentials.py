@@ -62,23 +62,22 @@ class Credentials:
         """The shared access signature of calls that begin now; empty for other kinds."""
         return str(self._sas.signature) if self._sas is not None else ""
 
-    def renewed(self, used: str) -> bool:
+    def renewed(self, used: str) -> str | None:
         """Take a shared access signature from its file anew, after ``used`` was refused.
 
         Returns:
-            Whether calls that begin now use another one. A file that cannot be read, or is being
-            written, is no other one.
+            Why another call may have more luck, for a message; None if it has not.
         """
         if self._sas is None or self._file is None:
-            return False
+            return None
         with self._lock:
             try:
                 found = self._read()
-            except SettingsError:
-                found = used
+            except SettingsError as error:
+                return f"perhaps somebody is writing it just now: {error}"
             if found != self._sas.signature:
                 self._sas.update(found)
-            return bool(found != used)
+        return "it was read anew" if found != used else None
 
     def expired(self) -> str | None:
         """When the shared access signature ended by its own words and this machine's clock."""
