@@ -40,6 +40,8 @@ class Clients:
         self._stall_seconds = stall_seconds
         self._lock = threading.Lock()
         self._clients: dict[bool, Any] = {}
+        # One for all clients: each reads the description of S3 anew, which takes 13 MiB and 0.2 s.
+        self._session: Any = None
         self._where = options.endpoint_url or "AWS"
 
     @property
@@ -60,6 +62,7 @@ class Clients:
         with self._lock:
             if client in self._clients.values():
                 self._clients.clear()
+                self._session = None
 
     def close(self) -> None:
         """Close the pools of connections."""
@@ -91,7 +94,8 @@ class Clients:
             user_agent_extra="ds-ckpt-sidecar",
         )
         try:
-            client = boto3.session.Session().client(
+            session = self._session = self._session or boto3.session.Session()
+            client = session.client(
                 "s3",
                 endpoint_url=self._options.endpoint_url,
                 region_name=self._options.region,
