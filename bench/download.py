@@ -104,7 +104,7 @@ def _bring(group: Group, case: Case, place: Place, server: servers.Server) -> St
         measure.run(command, {**server.environ, **environ}, work / "log")
     except measure.FailedError as error:
         raise SystemExit(f"the checkpoint cannot be brought to {group.store}: {error}") from None
-    check.uploaded(server, case, sums)
+    check.uploaded(server, case, folder)
     shutil.rmtree(work)
     return Stored(check.stored_sizes(server), sums)
 

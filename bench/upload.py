@@ -94,7 +94,7 @@ def _upload(
         command, environ = clients.BY_NAME[name].command(job)
         usage = measure.run(command, {**server.environ, **environ}, work / "log")
         if check_it:
-            check.uploaded(server, case, sums)
+            check.uploaded(server, case, folder)
     return usage
 
 

@@ -129,7 +129,7 @@ def parse(document: str, default: list[Group]) -> tuple[argparse.Namespace, list
             repeats = args.repeats or group.repeats
             chosen.append(Group(group.case, group.scheme, group.store, names, repeats))
     if not chosen:
-        parser.error("no client of these can be measured on these stores")
+        parser.error("none of these clients is measured there; --full has them all")
     return args, chosen
 
 
