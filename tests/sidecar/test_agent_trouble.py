@@ -271,6 +271,21 @@ def test_a_store_without_conditional_create_is_refused_with_the_remedy(
     assert world.states() == {"t": "committed"}
 
 
+def test_a_store_that_checks_nothing_is_used_with_a_warning(world: World, trainer: Trainer) -> None:
+    trainer.save("t", {"x": 10})
+    careless = MemoryStore(world.bucket, refuses_corruption=False)
+    assert world.once(trainer.volume.path, store=careless) == 0
+    (said,) = world.log.of("store.weak_proof")
+    assert "every object is read back" in said["reason"]
+    assert world.states() == {"t": "committed"}
+
+
+def test_a_store_that_keeps_checksums_is_used_without(world: World, trainer: Trainer) -> None:
+    trainer.save("t", {"x": 10})
+    assert world.once(trainer.volume.path) == 0
+    assert world.log.of("store.weak_proof") == []
+
+
 # ---- two agents on one volume
 
 
