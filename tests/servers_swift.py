@@ -1,8 +1,8 @@
 """OpenStack Swift and its S3 interface: an S3 of another family, which stores no checksums.
 
 It checks CRC32C on objects and parts, keeps none, returns none, accepts a wrong one of a whole
-multipart upload, and answers 501 to If-Match. ``make servers`` installs it; here it runs as four
-processes on loopback with one copy of everything, without a cache.
+multipart upload, answers 501 to If-Match, and lets two creates win that come at once. ``make
+servers`` installs it; here it runs as four processes on loopback with one copy of everything.
 """
 
 from __future__ import annotations
@@ -52,6 +52,29 @@ pipeline = {part}-server
 [app:{part}-server]
 use = egg:swift#{part}
 """
+# What is known of accounts and buckets, in the place of memcached: the proxy is one process.
+CACHE = """
+import json
+
+class Cache:
+    def __init__(self):
+        self.kept = {}
+    def set(self, key, value, serialize=True, time=0, **_):
+        self.kept[key] = json.dumps(value)
+    def get(self, key, **_):
+        return json.loads(self.kept[key]) if key in self.kept else None
+    def delete(self, key, **_):
+        self.kept.pop(key, None)
+
+def factory(configuration, **_):
+    cache = Cache()
+    def wrap(app):
+        def call(environ, start_response):
+            environ["swift.cache"] = cache
+            return app(environ, start_response)
+        return call
+    return wrap
+"""
 PROXY = """
 [DEFAULT]
 bind_ip = 127.0.0.1
@@ -61,7 +84,7 @@ user = {user}
 swift_dir = {folder}
 log_address = /dev/null
 [pipeline:main]
-pipeline = catch_errors s3api tempauth slo dlo versioned_writes symlink proxy-server
+pipeline = catch_errors cache s3api tempauth slo dlo versioned_writes symlink proxy-server
 [app:proxy-server]
 use = egg:swift#proxy
 account_autocreate = true
@@ -69,6 +92,8 @@ conn_timeout = 20
 node_timeout = 60
 [filter:catch_errors]
 use = egg:swift#catch_errors
+[filter:cache]
+paste.filter_factory = test_cache:factory
 [filter:s3api]
 use = egg:swift#s3api
 location = {region}
@@ -102,6 +127,7 @@ def swift(folder: Path, access_key: str, secret_key: str) -> Iterator[S3]:
     bin_folder = installed("venv/bin/swift-proxy-server").parent
     (folder / "devices" / "disk").mkdir(parents=True)
     (folder / "swift.conf").write_text(HASHES)
+    (folder / "test_cache.py").write_text(CACHE)
     *ports, port = free_ports(4, system_random())
     subprocess.run([bin_folder / "python", "-c", RINGS, *map(str, ports)], cwd=folder, check=True)
     known = {"user": getpass.getuser(), "folder": folder, "region": REGION}
@@ -132,6 +158,7 @@ def _running(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            env={**os.environ, "PYTHONPATH": str(folder)},
             start_new_session=True,
         )
     try:

@@ -275,6 +275,7 @@ def test_a_store_that_checks_nothing_is_used_with_a_warning(world: World, traine
     trainer.save("t", {"x": 10})
     careless = MemoryStore(world.bucket, refuses_corruption=False)
     assert world.once(trainer.volume.path, store=careless) == 0
+    assert ("warning", "store.weak_proof") in [line[:2] for line in world.log.lines]
     (said,) = world.log.of("store.weak_proof")
     assert "every object is read back" in said["reason"]
     assert world.states() == {"t": "committed"}
