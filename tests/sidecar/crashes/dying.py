@@ -118,6 +118,15 @@ def watch_system_calls(fate: Fate) -> None:
 
         return lambda *args: int(within(name, lambda: make(*args)))
 
+    def copying(function: Callable[..., int]) -> Callable[..., int]:
+        def make(source: int, target: int, count: int, *rest: int) -> int:
+            if fate.change():
+                function(source, target, count // 2, *rest)
+                die()
+            return function(source, target, count, *rest)
+
+        return lambda *args: int(within("copy_file_range", lambda: make(*args)))
+
     create = changing("open", os.open)
     system_open = os.open
 
@@ -129,6 +138,7 @@ def watch_system_calls(fate: Fate) -> None:
         setattr(os, name, changing(name, getattr(os, name)))
     for name in _WRITES:
         setattr(os, name, writing(name, getattr(os, name)))
+    os.copy_file_range = copying(os.copy_file_range)
 
 
 def without_fsync() -> None:

@@ -39,7 +39,6 @@ def test_it_dies_at_every_call_with_a_folder_as_the_store(tmp_path: Path) -> Non
         "store.list",
         "store.put",
         "store.put_part",
-        "store.read",
         "store.uploads",
     }
 
