@@ -99,6 +99,18 @@ def test_xml_parts_are_sent_at_once_and_make_the_object(xml: XMLCloud) -> None:
         parts.parts(KEY, token)
 
 
+def test_parts_one_after_another_share_a_connection(xml: XMLCloud) -> None:
+    parts = xml.open()
+    token = parts.begin(KEY, {})
+    for number in range(1, 5):
+        send(parts, token, number, BytesSource(b"data"))
+    session = parts._service._link.session
+    pools = session.get_adapter(xml.url).poolmanager.pools
+    (pool,) = [pools[key] for key in pools.keys()]  # noqa: SIM118  it is no plain mapping
+    assert (pool.num_requests, pool.num_connections) == (5, 1)
+    parts.abort(KEY, token)
+
+
 def test_an_xml_part_sent_again_replaces_the_earlier(xml: XMLCloud) -> None:
     parts = xml.open()
     sources = bodies(2, 5 * MIB)

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
+import certifi
 import pytest
 import requests
 
@@ -29,6 +30,7 @@ from ds_ckpt_store.stores.gcs import GCSOptions, GCSStore
 from ds_ckpt_store.stores.gcs.answers import Answer, answer_of, kind_of, parse_xml
 from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, Proof, Upload
 from ds_ckpt_store.stores.probe import fit, probe
+from tests import certificates
 from tests.faultproxy import Fault, FaultProxy
 from tests.servers_gcs import GCS
 
@@ -368,6 +370,47 @@ def test_who_pays_and_what_encrypts_is_said(fake_gcs: GCS, proxy: FaultProxy) ->
     assert [line for line in written if "kmsKeyName=projects" not in line] == []
 
 
+# ---- an endpoint of one's own, over TLS
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> certificates.Certificates:
+    return certificates.make(tmp_path_factory.mktemp("tls"))
+
+
+@pytest.fixture
+def tls(fake_gcs: GCS, files: certificates.Certificates) -> Iterator[FaultProxy]:
+    parts = urlsplit(fake_gcs.endpoint)
+    context = files.context()
+    with FaultProxy(str(parts.hostname), int(parts.port or 0), tls=context) as proxy:
+        yield proxy
+
+
+def test_an_authority_of_ones_own_is_trusted_if_it_is_named(
+    fake_gcs: GCS, tls: FaultProxy, files: certificates.Certificates, monkeypatch
+) -> None:
+    """Whatever the environment says to all who use requests."""
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", certifi.where())
+    data = random.Random(1).randbytes(3 * MIB)
+    settings = {"anonymous": "true", "ca_bundle": str(files.authority)}
+    store = GCS(tls.url).store(fake_gcs.bucket(), **settings)
+    store.put("k", BytesSource(data))
+    upload = store.begin("big", len(data), {})
+    store.complete(upload, [store.put_part(upload, 1, BytesSource(data))])
+    found = bytearray()
+    store.read("big", 0, len(data), found.extend)
+    assert found == data
+    assert store.get("k")[0] == data
+
+
+def test_an_endpoint_that_is_not_trusted_says_what_to_set(fake_gcs: GCS, tls: FaultProxy) -> None:
+    store = GCS(tls.url).store("bkt", anonymous="true")
+    for call in ("put", "get", "read", "head", "list", "delete", "begin"):
+        with pytest.raises(RefusedError, match=r"is not trusted.*DS_CKPT_GCS_CA_BUNDLE"):
+            CALLS[call](store)
+    assert tls.seen == []
+
+
 # ---- settings
 
 
@@ -407,7 +450,6 @@ def test_no_token_goes_in_the_clear_unless_asked_for(name: str) -> None:
         {"DS_CKPT_GCS_STORAGE_CLASS": "CHEAP"},
         {"DS_CKPT_GCS_PARTS": "many"},
         {"DS_CKPT_GCS_CA_BUNDLE": "/no/such/file"},
-        {"DS_CKPT_GCS_CA_BUNDLE": __file__, "REQUESTS_CA_BUNDLE": "/another"},
     ],
 )
 def test_a_setting_that_cannot_work_is_named(environ: dict[str, str]) -> None:

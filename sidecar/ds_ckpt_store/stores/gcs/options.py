@@ -32,7 +32,7 @@ class GCSOptions:
         storage_class: of shards; None: the bucket's own class.
         parts: how large objects are sent: ``xml`` (XML multipart uploads), ``compose`` (temporary
             objects), or ``auto`` (the first, if the server knows it).
-        ca_bundle: file of certificates to trust; None: what requests trusts.
+        ca_bundle: file of certificates that vouch for the endpoint; None: what requests trusts.
     """
 
     endpoint: str | None = None
@@ -112,13 +112,6 @@ def _parts(environ: Mapping[str, str]) -> Parts:
 
 def _ca_bundle(environ: Mapping[str, str]) -> str | None:
     bundle = environ.get("DS_CKPT_GCS_CA_BUNDLE") or None
-    if bundle is None:
-        return None
-    if not os.path.exists(bundle):
+    if bundle is not None and not os.path.exists(bundle):
         raise SettingsError(f"DS_CKPT_GCS_CA_BUNDLE={bundle!r}: there is no such file")
-    for other in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):  # requests lets these win
-        if environ.get(other) not in (None, "", bundle):
-            raise SettingsError(
-                f"DS_CKPT_GCS_CA_BUNDLE={bundle!r}: {other} names another file; unset one of them"
-            )
     return bundle

@@ -84,6 +84,7 @@ class XMLParts:
                 self._send(link, "PUT", self._root + key, query, headers, body)
             ) as answer,
         ):
+            answer.raw.read()  # nothing, or the service's words: the pool keeps the connection
             etag = answer.headers.get("etag", "").strip('"')
             told = crc32c_of_header(answer.headers.get("x-goog-hash", ""))
         if not etag:

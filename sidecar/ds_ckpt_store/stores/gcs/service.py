@@ -10,6 +10,7 @@ that is said at once.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -191,7 +192,8 @@ class Service:
         for scheme in ("https://", "http://"):
             session.mount(scheme, HTTPAdapter(pool_connections=4, pool_maxsize=CONNECTIONS))
         if options.ca_bundle is not None:
-            session.verify = options.ca_bundle
+            # With each request: REQUESTS_CA_BUNDLE would win over what the session says.
+            session.request = functools.partial(session.request, verify=options.ca_bundle)
         universe = credentials.universe_domain
         where = {"universe_domain": universe}
         url = options.endpoint or f"https://storage.{universe}"
