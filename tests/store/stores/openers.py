@@ -152,4 +152,4 @@ RACY = {"s3-swift"}
 # Those that go on to know an upload that is completed; completing it again changes nothing.
 REMEMBERS_UPLOADS = {"s3-swift"}
 # How many keys a page of a listing has, if not 1000.
-PAGES = {"s3-swift": 50}
+PAGES = {"s3-swift": 50, "azure": 500}

@@ -61,7 +61,6 @@ class TestFaults(FaultStories):
 @pytest.mark.parametrize("cloud", [Proof.CONTENT_MD5], indirect=True)
 class TestFaultsWithMd5:
     test_a_part = FaultStories.test_a_large_shard_arrives_though_all_parts_meet_it_at_once
-    test_for_ever = FaultStories.test_what_does_not_end_is_told_and_leaves_no_object
 
 
 class TestExpiry:

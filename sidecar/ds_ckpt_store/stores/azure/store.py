@@ -63,6 +63,8 @@ LIMITS = Limits(
     max_object=50_000 * (4000 << 20),
     max_put=4000 << 20,
 )
+PAGE = 500  # blobs that a page of a listing holds in memory, with their metadata
+
 _CRC32C = "crc32c"
 _PROOF = "proof"
 _ABORTED = "aborted"
@@ -253,7 +255,7 @@ class AzureStore:
     ) -> Sequence[tuple[str, BlobProperties]]:
         with self._calls.errors(operation, prefix):
             pages = self._calls.container.list_blobs(
-                name_starts_with=self._root + prefix, include=[*include]
+                name_starts_with=self._root + prefix, include=[*include], results_per_page=PAGE
             )
             return [
                 (blob.name.removeprefix(self._root), blob)
