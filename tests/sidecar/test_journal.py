@@ -9,6 +9,7 @@ import pytest
 
 from ds_ckpt_sidecar.journal import Journal
 from ds_ckpt_store.stores.port import Part, Upload
+from tests.store.transfer.support import TickingClock
 
 SAVE = "018bcfe56800-0000000000000001"
 
@@ -106,3 +107,60 @@ def test_a_state_that_we_do_not_know_is_no_state(path: str) -> None:
     journal = Journal(path)
     assert journal.entry(SAVE) is None
     journal.close()
+
+
+# ---- what is written when
+
+
+def seen_by_another(path: str) -> int:
+    """Parts and objects that are written, as a process that starts now finds them."""
+    other = sqlite3.connect(path)
+    try:
+        return int(
+            other.execute(
+                "SELECT (SELECT count(*) FROM parts) + (SELECT count(*) FROM stored)"
+            ).fetchone()[0]
+        )
+    finally:
+        other.close()
+
+
+def test_a_burst_of_small_shards_is_written_by_the_half_second(path: str) -> None:
+    clock = TickingClock()
+    journal = Journal(path, clock=clock)
+    log = journal.log(SAVE)
+    log.add_stored("0", "v")
+    assert seen_by_another(path) == 1, "a single one is written at once"
+    for number in range(1, 100):
+        log.add_stored(str(number), "v")
+    assert seen_by_another(path) == 1
+    assert log.stored("99") == "v", "and known at once"
+    clock.sleep(0.6)
+    journal.flush()
+    assert seen_by_another(path) == 100
+    journal.close()
+
+
+def test_parts_that_come_slowly_are_each_written_at_once(path: str) -> None:
+    clock = TickingClock()
+    journal = Journal(path, clock=clock)
+    log = journal.log(SAVE)
+    log.begin("k", Upload("k", "token"), 5)
+    for number in range(1, 5):
+        clock.sleep(3)
+        log.add_part("k", Part(number, 5, 0, "etag"))
+        assert seen_by_another(path) == number
+    journal.close()
+
+
+def test_a_state_takes_along_what_is_not_written_yet(path: str) -> None:
+    journal = Journal(path, clock=TickingClock())
+    log = journal.log(SAVE)
+    for number in range(10):
+        log.add_stored(str(number), "v")
+    journal.set_state(SAVE, "stored")
+    assert seen_by_another(path) == 10
+    for number in range(10, 20):
+        log.add_stored(str(number), "v")
+    journal.close()
+    assert seen_by_another(path) == 20
