@@ -64,6 +64,7 @@ class Journal:
         self._warn = warn
         self._clock = clock or SystemClock()
         self._flush_due = 0.0
+        self._logs: dict[str, JournalLog] = {}
         self._db = self._open()
 
     @property
@@ -200,6 +201,7 @@ class Journal:
         self.forget_work(save_id)
         self._write("DELETE FROM saves WHERE save_id = ?", save_id)
         self.write_all()
+        self._logs.pop(save_id, None)
 
     def save_ids(self) -> list[str]:
         """Every save that is remembered."""
@@ -212,17 +214,33 @@ class Journal:
 
     def log(self, save_id: str) -> JournalLog:
         """The part of the journal that an upload of one save reads and writes."""
-        return JournalLog(self, save_id)
+        return self._logs.setdefault(save_id, JournalLog(self, save_id))
 
 
 class JournalLog:
-    """The upload log of one save (:class:`ds_ckpt_store.transfer.upload.UploadLog`)."""
+    """The upload log of one save (:class:`ds_ckpt_store.transfer.upload.UploadLog`).
+
+    It asks once which shards the journal knows at all, so that a new one of thousands costs one
+    statement.
+    """
 
     def __init__(self, journal: Journal, save_id: str) -> None:
         self._journal = journal
         self._save_id = save_id
+        self._keys: set[str] | None = None
+
+    def _known(self) -> set[str]:
+        """Keys of which there may be something to read or to forget."""
+        if self._keys is None:
+            tables = ("uploads", "parts", "stored")
+            parts = (f"SELECT key FROM {table} WHERE save_id=?" for table in tables)  # noqa: S608
+            rows = self._journal._rows(" UNION ".join(parts), *[self._save_id] * len(tables))
+            self._keys = {row[0] for row in rows}
+        return self._keys
 
     def _rows(self, statement: str, key: str) -> list[tuple[Any, ...]]:
+        if key not in self._known():
+            return []
         return self._journal._rows(statement, self._save_id, key)
 
     def upload(self, key: str) -> tuple[Upload, int] | None:
@@ -233,6 +251,7 @@ class JournalLog:
     def begin(self, key: str, upload: Upload, part_size: int) -> None:
         """Remember a new upload; forgets parts of an earlier one."""
         self.forget(key)
+        self._known().add(key)
         self._journal._write(
             "INSERT INTO uploads VALUES (?, ?, ?, ?)", self._save_id, key, upload.token, part_size
         )
@@ -249,6 +268,7 @@ class JournalLog:
 
     def add_part(self, key: str, part: Part) -> None:
         """Remember a stored part."""
+        self._known().add(key)
         self._journal._write(
             "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?, ?)",
             self._save_id,
@@ -262,6 +282,9 @@ class JournalLog:
 
     def forget(self, key: str) -> None:
         """Forget the upload of a key, its parts, and that it was stored."""
+        if key not in self._known():
+            return
+        self._known().discard(key)
         for table in ("uploads", "parts", "stored"):
             self._journal._write(
                 f"DELETE FROM {table} WHERE save_id=? AND key=?",  # noqa: S608
@@ -277,5 +300,6 @@ class JournalLog:
     def add_stored(self, key: str, version: str) -> None:
         """Remember a verified object; its upload is over."""
         self.forget(key)
+        self._known().add(key)
         self._journal._write("INSERT INTO stored VALUES (?, ?, ?)", self._save_id, key, version)
         self._journal.flush()

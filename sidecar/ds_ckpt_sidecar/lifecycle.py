@@ -17,6 +17,7 @@ This module is the only writer of states.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -73,7 +74,7 @@ class Save:
         """Its id."""
         return self.manifest.save_id
 
-    @property
+    @functools.cached_property
     def bytes_total(self) -> int:
         """Bytes that this node uploads."""
         return sum(shard.size for shard in (*self.manifest.shards, *self.manifest.companions))

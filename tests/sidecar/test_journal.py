@@ -164,3 +164,29 @@ def test_a_state_takes_along_what_is_not_written_yet(path: str) -> None:
         log.add_stored(str(number), "v")
     journal.close()
     assert seen_by_another(path) == 20
+
+
+def test_a_shard_that_is_new_costs_one_statement(path: str) -> None:
+    journal = Journal(path, clock=TickingClock())
+    log = journal.log(SAVE)
+    log.add_stored("first", "v")
+    statements: list[str] = []
+    journal._db.set_trace_callback(statements.append)
+    for number in range(100):
+        assert log.stored(str(number)) is None
+        log.add_stored(str(number), "v")
+    assert len([line for line in statements if not line.startswith("BEGIN")]) == 100
+    journal.close()
+
+
+def test_two_logs_of_one_save_know_the_same(path: str) -> None:
+    journal = Journal(path)
+    one, other = journal.log(SAVE), journal.log(SAVE)
+    assert other.stored("k") is None
+    one.add_stored("k", "v")
+    assert other.stored("k") == "v"
+    other.forget("k")
+    assert one.stored("k") is None
+    journal.forget(SAVE)
+    assert journal.log(SAVE).stored("k") is None
+    journal.close()
