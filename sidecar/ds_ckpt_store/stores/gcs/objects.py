@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
 from ds_ckpt_store.contract import digest
+from ds_ckpt_store.contract.clock import fresh_token, system_random
 from ds_ckpt_store.errors import (
     CorruptionError,
     NotFoundError,
@@ -281,7 +281,7 @@ class _Related:
     """Body of an upload in two parts: what the object is to be, and its bytes, streamed."""
 
     def __init__(self, resource: Mapping[str, Any], source: Source) -> None:
-        boundary = secrets.token_hex(16)
+        boundary = fresh_token(system_random())
         self.content_type = f'multipart/related; boundary="{boundary}"'
         self._head = (
             f"--{boundary}\r\ncontent-type: application/json; charset=UTF-8\r\n\r\n"
