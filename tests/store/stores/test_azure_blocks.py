@@ -18,7 +18,7 @@ from awscrt import checksums
 from azure.storage.blob import BlobBlock
 
 from ds_ckpt_store.contract.digest import crc32c, to_hex
-from ds_ckpt_store.errors import CorruptionError, NotFoundError
+from ds_ckpt_store.errors import CorruptionError, NotFoundError, ShardChangedError
 from ds_ckpt_store.stores.azure import AzureStore
 from ds_ckpt_store.stores.azure.blocks import MARK, Block, examine
 from ds_ckpt_store.stores.port import BytesSource, Part, Proof, Upload
@@ -163,6 +163,35 @@ def test_a_file_that_changes_after_its_sum_was_taken_is_no_object(
         assert part.crc32c == crc32c(path.read_bytes()) != before
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize("write", ["put", "put_part"])
+def test_a_file_that_was_cut_is_told_apart_from_a_bad_connection(
+    store: AzureStore, tmp_path: Path, write: str
+) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(3 * MIB))
+    fd = os.open(path, os.O_RDWR)
+    try:
+        source = FileSlice(fd, 0, 3 * MIB, "shard")
+        assert source.crc32c
+        os.ftruncate(fd, MIB)
+        with pytest.raises(ShardChangedError, match="truncated"):
+            store.put("k", source) if write == "put" else store.put_part(begin(store), 1, source)
+    finally:
+        os.close(fd)
+
+
+def test_only_what_is_sent_waits_for_bandwidth(store: AzureStore, tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(3 * MIB))
+    fd = os.open(path, os.O_RDONLY)
+    moved: list[int] = []
+    try:
+        store.put_part(begin(store), 1, FileSlice(fd, 0, 3 * MIB, "shard", moved.append))
+    finally:
+        os.close(fd)
+    assert sum(moved) == 3 * MIB
 
 
 # ---- ids
@@ -392,3 +421,19 @@ def test_a_range_is_one_request_and_neither_way_holds_a_part(
     assert max(sizes) <= MIB
     assert len(proxy.lines(r"^GET [^?]*/big$")) == 1
     assert peak < 6 * MIB
+
+
+def test_an_object_of_one_request_is_held_once(store: AzureStore, tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(random.Random(1).randbytes(MIB))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        store.put("warm", BytesSource(b"up"))
+        tracemalloc.start()
+        store.put("k", FileSlice(fd, 0, MIB, "shard"))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        os.close(fd)
+    assert store.get("k")[0] == path.read_bytes()
+    assert peak < store.capabilities.request_memory + MIB // 2

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from email.utils import parsedate_to_datetime
@@ -141,8 +142,7 @@ class AzureStore:
     ) -> ObjectInfo:
         metadata = {_CRC32C: digest.to_hex(examined.crc32c), _PROOF: proof.value}
         if source.size <= WHOLE_IN_MEMORY:
-            with contextlib.closing(Body(source)) as body:
-                data = b"".join(bytes(piece) for piece in iter(body.read, b""))
+            data = _whole(source)
             with self._conditional(key, condition), self._calls.errors("put", key, write=True):
                 answer = self._blob(key).upload_blob(
                     data,
@@ -252,16 +252,14 @@ class AzureStore:
 
     def _listed(
         self, operation: str, prefix: str, *include: str
-    ) -> Sequence[tuple[str, BlobProperties]]:
+    ) -> Iterator[tuple[str, BlobProperties]]:
         with self._calls.errors(operation, prefix):
             pages = self._calls.container.list_blobs(
                 name_starts_with=self._root + prefix, include=[*include], results_per_page=PAGE
             )
-            return [
-                (blob.name.removeprefix(self._root), blob)
-                for blob in pages
-                if _FOLDER not in (blob.metadata or {})
-            ]
+            for blob in pages:
+                if _FOLDER not in (blob.metadata or {}):
+                    yield blob.name.removeprefix(self._root), blob
 
     def delete(self, key: str) -> None:
         """Delete Blob, with its snapshots."""
@@ -507,6 +505,15 @@ def _metadata(headers: Mapping[str, str]) -> dict[str, str]:
         for name, value in names_and_values
         if name.startswith(start)
     }
+
+
+def _whole(source: Source) -> bytes:
+    """The bytes of a small source, in memory once."""
+    buffer = io.BytesIO()
+    with contextlib.closing(Body(source)) as body:
+        while piece := body.read():
+            buffer.write(piece)
+    return buffer.getvalue()
 
 
 def _claimed(metadata: Mapping[str, str]) -> int | None:
