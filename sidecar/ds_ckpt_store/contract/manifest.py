@@ -8,6 +8,7 @@ nothing is ever unpickled.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -172,7 +173,7 @@ class SaveInfo(Document):
     def _finite(cls, value: dict[str, float | None]) -> dict[str, float | None]:
         return {k: v if v is not None and math.isfinite(v) else None for k, v in value.items()}
 
-    @property
+    @functools.cached_property
     def folder(self) -> str:
         """The store's folder for this save."""
         return names.folder_of(self.tag, self.save_id)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import unicodedata
 from urllib.parse import unquote
 
 from ds_ckpt_store.contract.clock import fresh_token
@@ -25,6 +24,7 @@ LATEST = "latest"
 
 _SAVE_ID = re.compile(r"[0-9a-f]{12}-[0-9a-f]{16}")
 _NODE_ID = re.compile(r"[0-9a-f]{32}")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")  # Unicode's category Cc
 
 
 def new_save_id(time_ms: int, rng: random.Random) -> str:
@@ -113,7 +113,7 @@ def check_relative_path(path: str) -> str:
         raise ManifestError(f"path {path!r} is not UTF-8") from None
     if len(raw) > MAX_PATH:
         raise ManifestError(f"path {path[:40]!r}... is longer than {MAX_PATH} bytes")
-    if any(unicodedata.category(character) == "Cc" for character in path):
+    if _CONTROL.search(path):
         raise ManifestError(f"path {path!r} has control characters")
     if path.startswith("/"):
         raise ManifestError(f"path {path!r} is absolute")
