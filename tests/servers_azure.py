@@ -107,6 +107,7 @@ def azurite(folder: Path, *, https: tuple[Path, Path] | None = None) -> Iterator
     assert PROGRAM.exists(), f"{PROGRAM} is missing: make servers"
     account, key = "ckpttest", base64.b64encode(secrets.token_bytes(64)).decode()
     (port,) = free_ports(1, system_random())
+    path = f"{PROGRAM.parents[2] / 'venv/bin'}:{os.environ['PATH']}"  # with Node.js
     command = [str(PROGRAM), "--blobHost", HOST, "--blobPort", str(port), "--location", str(folder)]
     # The SDK speaks a newer version of the API than Azurite knows; loose: encryption is ignored.
     command += ["--skipApiVersionCheck", "--loose", "--disableTelemetry", "--silent"]
@@ -118,7 +119,7 @@ def azurite(folder: Path, *, https: tuple[Path, Path] | None = None) -> Iterator
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, "AZURITE_ACCOUNTS": f"{account}:{key}"},
+            env={**os.environ, "AZURITE_ACCOUNTS": f"{account}:{key}", "PATH": path},
             start_new_session=True,
         )
     try:
