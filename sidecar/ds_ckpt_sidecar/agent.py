@@ -33,7 +33,6 @@ from ds_ckpt_store.errors import (
     PausedError,
     SettingsError,
     StoreError,
-    ThrottledError,
     WeakStoreError,
 )
 from ds_ckpt_store.stores.port import Store
@@ -439,8 +438,7 @@ class Agent:
     def _say_retry(self, retry: Retry) -> None:
         """From any thread: a call to the store will be made again."""
         error = retry.error
-        if isinstance(error, ThrottledError):
-            self._budget.throttled()
+        self._budget.heed(error)
         kind = type(error).__name__
         self._failures.warning(
             f"retry {error.operation} {kind}",

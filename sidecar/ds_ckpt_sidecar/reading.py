@@ -17,7 +17,7 @@ from ds_ckpt_store.contract import digest
 from ds_ckpt_store.contract.clock import SystemClock, system_random
 from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.contract.volume import Volume
-from ds_ckpt_store.errors import DamagedError, InputError, ThrottledError
+from ds_ckpt_store.errors import DamagedError, InputError
 from ds_ckpt_store.restore import Restore
 from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.port import Store
@@ -58,10 +58,6 @@ def _fetching(
             err=True,
         )
 
-    def slow_down(retry: Retry) -> None:
-        if isinstance(retry.error, ThrottledError):
-            budget.throttled()
-
     settings = check(ReadSettings, stall_seconds=stall_seconds)
     budget = Budget(
         SystemClock(),
@@ -71,7 +67,7 @@ def _fetching(
         on_stall=say,
     )
     with (
-        _reading(url, settings.stall_seconds, slow_down) as store,
+        _reading(url, settings.stall_seconds, lambda retry: budget.heed(retry.error)) as store,
         ThreadPoolExecutor(budget.fit) as pool,
     ):
         yield store, pool, budget

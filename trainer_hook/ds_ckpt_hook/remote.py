@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -65,14 +65,19 @@ def restore(
     """
     budget = Budget(clock)
     with (
-        _opened(destination, clock, rng) as store,
+        _opened(destination, clock, rng, budget.heed) as store,
         ThreadPoolExecutor(budget.fit, "ds_ckpt restore") as executor,
     ):
         Restore(store, executor, budget=budget, clock=clock, rng=rng).run(volume, save_id=save_id)
 
 
 @contextlib.contextmanager
-def _opened(destination: str, clock: Clock, rng: random.Random) -> Iterator[Store]:
+def _opened(
+    destination: str,
+    clock: Clock,
+    rng: random.Random,
+    heed: Callable[[Exception], None] = lambda _: None,
+) -> Iterator[Store]:
     try:
         from ds_ckpt_store.stores.probe import for_reading
         from ds_ckpt_store.stores.retry import RetryStore
@@ -80,7 +85,7 @@ def _opened(destination: str, clock: Clock, rng: random.Random) -> Iterator[Stor
         raise MissingExtraError(f"agree_on_resume from a store ({error.name})", "sidecar") from None
     store = open_store(destination)
     try:
-        yield for_reading(RetryStore(store, clock, rng))
+        yield for_reading(RetryStore(store, clock, rng, on_retry=lambda retry: heed(retry.error)))
     finally:
         store.close()
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.digest import CHUNK
-from ds_ckpt_store.errors import SettingsError
+from ds_ckpt_store.errors import SettingsError, ThrottledError
 from ds_ckpt_store.stores.port import Capabilities
 from ds_ckpt_store.transfer.bandwidth import Bandwidth
 from ds_ckpt_store.transfer.climb import Climb
@@ -153,6 +153,11 @@ class Budget:
         """Fewer requests run than may, because there is no more work."""
         with self._lock:
             self._climb.idle()
+
+    def heed(self, error: Exception) -> None:
+        """A call failed and will be made again: if the store throttles, ask it for less."""
+        if isinstance(error, ThrottledError):
+            self.throttled()
 
     def throttled(self) -> None:
         """The store asked for less."""

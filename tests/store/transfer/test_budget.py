@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_ckpt_store.errors import PausedError, SettingsError
+from ds_ckpt_store.errors import (
+    AmbiguousError,
+    ExpiredError,
+    PausedError,
+    SettingsError,
+    ThrottledError,
+    TransientError,
+)
 from ds_ckpt_store.stores.port import Capabilities
 from ds_ckpt_store.transfer.bandwidth import Bandwidth
 from ds_ckpt_store.transfer.budget import BUFFER, Budget, Stall, streams_within
@@ -127,6 +134,15 @@ def test_it_halves_at_most_once_in_a_while_however_many_calls_were_throttled() -
     for _ in range(100):
         network.budget.throttled()
     assert network.budget.streams() == 8
+
+
+def test_it_heeds_the_store_that_throttles_and_no_other_failure() -> None:
+    budget = Budget(TickingClock(), streams=4)
+    for failure in (TransientError, AmbiguousError, ExpiredError):
+        budget.heed(failure("put", "k", "no answer"))
+    assert budget.streams() == 4
+    budget.heed(ThrottledError("put", "k", "503 SlowDown"))
+    assert budget.streams() == 2
 
 
 def test_what_is_measured_without_enough_work_changes_nothing() -> None:
