@@ -9,10 +9,13 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from azure.core.credentials import AccessToken
+from azure.core.exceptions import ClientAuthenticationError
 
 from ds_ckpt_store.errors import (
     AccessError,
@@ -29,10 +32,10 @@ from ds_ckpt_store.errors import (
     TransientError,
 )
 from ds_ckpt_store.stores import open_store
-from ds_ckpt_store.stores.azure import AzureOptions, AzureStore
+from ds_ckpt_store.stores.azure import AzureOptions, AzureStore, credentials
 from ds_ckpt_store.stores.azure.answers import kind_of
 from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, Part, Upload
-from tests.faultproxy import FaultProxy
+from tests.faultproxy import Fault, FaultProxy
 from tests.servers_azure import Azure
 
 KEY = base64.b64encode(bytes(64)).decode()
@@ -473,6 +476,59 @@ def test_a_customers_key_and_a_scope_go_with_each_call_over_tls(
             if header == "x-ms-encryption-key":
                 given = {each.headers[header] for each in needed}
                 assert given == {base64.b64encode(bytes(range(32))).decode()}
+
+
+class Identity:
+    """Tokens as azure-identity gives them, without a service that could give real ones."""
+
+    def __init__(self) -> None:
+        self.gone = False
+        self.asked = 0
+
+    def get_token(self, *scopes: str, **_: object) -> AccessToken:
+        assert scopes == ("https://storage.azure.com/.default",)
+        self.asked += 1
+        if self.gone:
+            raise ClientAuthenticationError("the identity endpoint does not answer")
+        return AccessToken(f"token{self.asked}", int(time.time()) + 3600)
+
+
+def test_a_token_that_the_service_takes_no_more_is_asked_for_anew(
+    azurite: Azure, certificate: tuple[Path, Path], monkeypatch
+) -> None:
+    identity = Identity()
+    monkeypatch.setattr(credentials, "_default", lambda: identity)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*certificate)
+    expired = {
+        "status": 401,
+        "body": "<Error><Code>InvalidAuthenticationInfo</Code><Message>Lifetime validation failed."
+        "</Message></Error>",
+        "headers": {"Content-Type": "application/xml"},
+    }
+    with FaultProxy("127.0.0.1", 1, tls=context) as proxy:
+        environ = {
+            "DS_CKPT_AZURE_ENDPOINT": proxy.url,
+            "DS_CKPT_AZURE_CA_BUNDLE": str(certificate[0]),
+        }
+        store = open_store("az://ctr/run", environ)
+        proxy.add(Fault("PUT .*/refused", "status", times=None, **expired))
+        created = {"ETag": '"0x1"', "Last-Modified": "Mon, 30 Nov 2026 20:00:00 GMT"}
+        proxy.add(Fault("PUT", "status", status=201, body="", headers=created, times=None))
+        with pytest.raises(AccessError, match="DefaultAzureCredential"):
+            store.put("refused", BytesSource(b"data"))
+        store.put("k", BytesSource(b"data"))
+        assert proxy.seen[-1].headers["authorization"].startswith("Bearer token")
+        with pytest.raises(ExpiredError, match="a new token will be asked for") as raised:
+            store.put("refused", BytesSource(b"data"))
+        assert "Bearer" not in str(raised.value)
+        asked = identity.asked
+        store.put("k", BytesSource(b"data"))
+        assert identity.asked == asked + 1
+        identity.gone = True
+        again = open_store("az://ctr/run", environ)
+        with pytest.raises(AccessError, match="give the pod a managed or workload identity"):
+            again.put("k", BytesSource(b"data"))
 
 
 def test_nothing_of_an_identity_is_imported_while_a_key_is_used() -> None:
