@@ -33,7 +33,8 @@ from ds_ckpt_sidecar.demo.s3_server import HOST, free_ports
 from ds_ckpt_store.contract.clock import system_random
 from ds_ckpt_store.stores.azure import AzureOptions, AzureStore
 
-PROGRAM = Path(__file__).parent.parent / ".servers/node_modules/.bin/azurite-blob"
+SERVERS = Path(__file__).parent.parent / ".servers"
+PROGRAM = SERVERS / "node_modules/.bin/azurite-blob"
 
 
 @dataclass(frozen=True)

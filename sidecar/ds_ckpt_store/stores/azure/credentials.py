@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from datetime import datetime, timezone
 from typing import Any
 from urllib.parse import parse_qs
 
 from azure.core.credentials import AzureNamedKeyCredential, AzureSasCredential
 
+from ds_ckpt_store.contract.clock import SystemClock
 from ds_ckpt_store.errors import MissingExtraError, SettingsError
 from ds_ckpt_store.stores.azure.options import AzureOptions, check_sas
 
@@ -88,7 +88,7 @@ class Credentials:
             return None
         if moment.tzinfo is None:
             moment = moment.replace(tzinfo=timezone.utc)
-        return ends if moment.timestamp() <= time.time() else None
+        return ends if moment.timestamp() <= SystemClock().time() else None
 
     @property
     def may_change(self) -> bool:
