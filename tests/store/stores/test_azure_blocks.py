@@ -20,7 +20,7 @@ from azure.storage.blob import BlobBlock
 from ds_ckpt_store.contract.digest import crc32c, to_hex
 from ds_ckpt_store.errors import CorruptionError, NotFoundError, ShardChangedError
 from ds_ckpt_store.stores.azure import AzureStore
-from ds_ckpt_store.stores.azure.blocks import MARK, Block, examine
+from ds_ckpt_store.stores.azure.blocks import MARK, Block, check
 from ds_ckpt_store.stores.port import BytesSource, Part, Proof, Upload
 from ds_ckpt_store.stores.probe import probe
 from ds_ckpt_store.transfer.source import FileSlice
@@ -63,7 +63,7 @@ def send(store: AzureStore, upload: Upload, bodies: list[bytes]) -> list[Part]:
 def test_the_crc64_is_azures() -> None:
     """The check value of CRC-64/NVME, as Microsoft's own extension computes it."""
     assert checksums.crc64nvme(b"123456789") == 0xAE8B14860A799888
-    headers = examine(BytesSource(b"123456789"), Proof.CONTENT_CRC64).headers
+    headers = check(BytesSource(b"123456789"), Proof.CONTENT_CRC64).headers
     assert headers == {"x-ms-content-crc64": "iJh5CoYUi64="}
 
 

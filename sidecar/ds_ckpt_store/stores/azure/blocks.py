@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from awscrt import checksums
 
-from ds_ckpt_store.contract.digest import CHUNK, crc32c, to_hex
-from ds_ckpt_store.stores.body import Body
-from ds_ckpt_store.stores.port import FileSource, Proof, Source
+from ds_ckpt_store.contract.digest import to_hex
+from ds_ckpt_store.stores.body import examine
+from ds_ckpt_store.stores.port import Proof, Source
 
 MARK = 0
 _LETTERS = {Proof.CONTENT_CRC64: "c", Proof.CONTENT_MD5: "m", Proof.READ_BACK: "r"}
@@ -80,53 +78,28 @@ class Examined:
     headers: dict[str, str]
 
 
-def examine(source: Source, proof: Proof) -> Examined:
+def check(source: Source, proof: Proof) -> Examined:
     """Read a body once, for its CRC32C and for what the service checks.
 
     Both are of the same bytes. So if the service accepts a body under ``headers``, and the CRC32C
     is that of the manifest, then what the service holds is what the manifest names, even if the
     file was written to in between.
     """
-    value = crc64 = 0
-    md5 = hashlib.md5(usedforsecurity=False)
-    for piece in _pieces(source):
-        value = crc32c(piece, value)
-        if proof is Proof.CONTENT_CRC64:
-            crc64 = checksums.crc64nvme(piece, crc64)
-        elif proof is Proof.CONTENT_MD5:
-            md5.update(piece)
     if proof is Proof.CONTENT_CRC64:
+        crc64 = 0
+
+        def update(piece: memoryview) -> None:
+            nonlocal crc64
+            crc64 = checksums.crc64nvme(piece, crc64)
+
+        value = examine(source, update)
         # Azure's CRC64 is CRC-64/NVME, and is written as its bytes, the lowest first.
         return Examined(value, {"x-ms-content-crc64": _base64(crc64.to_bytes(8, "little"))})
     if proof is Proof.CONTENT_MD5:
+        md5 = hashlib.md5(usedforsecurity=False)
+        value = examine(source, md5.update)
         return Examined(value, {"Content-MD5": _base64(md5.digest())})
-    return Examined(value, {})
-
-
-def _pieces(source: Source) -> Iterator[memoryview]:
-    done = 0
-    if isinstance(source, FileSource):  # not through its reader, which waits for bandwidth
-        view = memoryview(bytearray(min(CHUNK, max(source.size, 1))))
-        while done < source.size:
-            try:
-                count = os.preadv(source.fd, [view[: source.size - done]], source.offset + done)
-            except OSError:
-                break
-            if count == 0:
-                break
-            source.pace(0)  # still at work
-            yield view[:count]
-            done += count
-    if done == source.size:
-        return
-    body = Body(source)  # a source of another kind; or it raises what is wrong with the file
-    try:
-        if done:
-            body.seek(done)
-        while piece := body.read():
-            yield memoryview(piece)
-    finally:
-        body.close()
+    return Examined(source.crc32c, {})
 
 
 def _base64(data: bytes) -> str:

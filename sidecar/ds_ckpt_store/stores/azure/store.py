@@ -37,7 +37,7 @@ from ds_ckpt_store.errors import (
     TransientError,
 )
 from ds_ckpt_store.stores import STALL_SECONDS
-from ds_ckpt_store.stores.azure.blocks import MARK, Block, Examined, examine
+from ds_ckpt_store.stores.azure.blocks import MARK, Block, Examined, check
 from ds_ckpt_store.stores.azure.calls import WHOLE_IN_MEMORY, Calls, matching
 from ds_ckpt_store.stores.azure.options import AzureOptions
 from ds_ckpt_store.stores.body import Body
@@ -127,7 +127,7 @@ class AzureStore:
     def put(self, key: str, source: Source, *, condition: Condition = None) -> ObjectInfo:
         """Put Blob, or one block and its commit, with If-None-Match or If-Match."""
         proof = self._proof
-        examined = examine(source, proof)
+        examined = check(source, proof)
         if examined.crc32c != source.crc32c:
             raise CorruptionError("put", key, "the bytes changed while they were examined")
         return self._put(proof, key, source, examined, condition)
@@ -285,7 +285,7 @@ class AzureStore:
     def _begin(self, proof: Proof, key: str) -> Upload:
         mark = BytesSource(b"An upload was begun.")
         block = Block(fresh_token(self._rng), MARK, proof, mark.crc32c)
-        self._stage("begin", key, block, mark, examine(mark, proof).headers)
+        self._stage("begin", key, block, mark, check(mark, proof).headers)
         with self._lock:
             self._alive.add(block.nonce)
         return Upload(key, block.nonce)
@@ -303,7 +303,7 @@ class AzureStore:
         return self._put_part(self._proof, upload, number, source)
 
     def _put_part(self, proof: Proof, upload: Upload, number: int, source: Source) -> Part:
-        examined = examine(source, proof)
+        examined = check(source, proof)
         block = Block(upload.token, number, proof, examined.crc32c)
         self._stage("put_part", upload.key, block, source, examined.headers)
         return Part(number, source.size, block.crc32c, block.name)
@@ -475,8 +475,8 @@ class AzureStore:
         if proof is Proof.READ_BACK:
             return True
         right, wrong = BytesSource(b"a small object"), BytesSource(b"A small object")
-        self._put(Proof.READ_BACK, key, right, examine(right, Proof.READ_BACK))  # may we write?
-        examined = examine(right, proof)
+        self._put(Proof.READ_BACK, key, right, check(right, Proof.READ_BACK))  # may we write?
+        examined = check(right, proof)
         upload = Upload(key, fresh_token(self._rng))
         block = Block(upload.token, 1, proof, examined.crc32c)
         try:
