@@ -1,7 +1,7 @@
 """The clients: what is run for an upload or a download, each with the settings that served it best.
 
-Peers' settings were tried on loopback with 2 cores: parts of 8 to 64 MiB, 4 to 32 at a time. What
-is not named here is the client's default. ``ds-ckpt`` runs with nothing but defaults.
+The README lists the settings and what was tried. What is not named here is the client's
+default. ``ds-ckpt`` runs with nothing but defaults.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from peers.servers import BUCKET, PREFIX, Server
@@ -135,14 +135,15 @@ def _s5cmd(job: Job) -> Command:
     return [*command, f"{remote}*", f"{job.folder}/"], {}
 
 
-def _rclone(job: Job) -> Command:
+def _rclone(job: Job, *, md5: bool = False) -> Command:
     settings = {
         "RCLONE_CONFIG": os.devnull,
         "RCLONE_S3_PROVIDER": "SeaweedFS" if job.store == "seaweed" else "Minio",
         "RCLONE_S3_ENDPOINT": job.server.url,
         "RCLONE_S3_ENV_AUTH": "true",
         "RCLONE_S3_NO_CHECK_BUCKET": "true",
-        "RCLONE_S3_DISABLE_CHECKSUM": "true",  # the MD5 of the whole, read before anything is sent
+        # The MD5 of the whole, for which a file is read before anything is sent.
+        "RCLONE_S3_DISABLE_CHECKSUM": "false" if md5 else "true",
         "RCLONE_S3_USE_UNSIGNED_PAYLOAD": "true",
         "RCLONE_S3_UPLOAD_CONCURRENCY": "8",
         "RCLONE_S3_CHUNK_SIZE": "16Mi",
@@ -273,6 +274,7 @@ CLIENTS = [
     Client("s5cmd", _s5cmd, _needs("s5cmd")),
     Client("aws-v1", _aws_v1, _needs("aws")),
     Client("rclone", _rclone, _needs("rclone")),
+    Client("rclone-md5", partial(_rclone, md5=True), _needs("rclone")),
     Client("cp", _cp, _nothing, ("file",)),
     Client("cp-sync", _cp_sync, _nothing, ("file",)),
 ]

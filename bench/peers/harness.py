@@ -35,7 +35,8 @@ CLIENT_CPU = {
     "s3torchconnector": (1.5, 2.0),
     "s5cmd": (2.8, 3.3),
     "aws-v1": (2.8, 3.7),
-    "rclone": (3.1, 4.3),
+    "rclone": (2.9, 2.7),
+    "rclone-md5": (4.5, 4.3),
 }
 CORES = 2
 RUN_SECONDS = {"seaweed": 6.0}  # to start a server, and to clear up
