@@ -15,13 +15,12 @@ import contextlib
 import io
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from ds_ckpt_store.contract.clock import fresh_token
+from ds_ckpt_store.contract.clock import SystemClock, fresh_token
 from ds_ckpt_store.errors import (
     AccessError,
     AmbiguousError,
@@ -244,7 +243,7 @@ def _one_wins(store: Store, key: str, rng: random.Random, condition: Condition) 
         first = pool.submit(write, slow)
         try:
             slow.begun.wait(LONGEST_PAUSE)
-            time.sleep(HEAD_START)
+            SystemClock().sleep(HEAD_START)
             second = write(fast)
         finally:
             slow.go_on.set()
