@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import BinaryIO
 
 from ds_ckpt_store.contract.digest import CHUNK, crc32c
@@ -44,7 +45,7 @@ def _pieces(source: Source) -> Iterator[memoryview]:
             done += count
     if done == source.size:
         return
-    with source.open() as reader:  # of another kind; or it raises what is wrong with the file
+    with closing(source.open()) as reader:  # of another kind; or it raises what is wrong
         reader.seek(done)
         while piece := reader.read(CHUNK):
             yield memoryview(piece)
