@@ -2,12 +2,14 @@
 #
 # PYTHON   the interpreter that the virtual environment is made from
 # STORE    demo: file or s3          ZERO   demo: 0, 1, 2 or 3
+# JOBS     test: processes; servers and training make them wait, so one more than there are cores
 # ARGS     further arguments for pytest, the demo or a benchmark
 # PIP_ARGS further arguments for `pip install` of torch, for instance an index with CPU wheels
 
 PYTHON ?= python3
 STORE ?= file
 ZERO ?= 2
+JOBS ?= $(shell expr $$(nproc) + 1)
 ARGS ?=
 PIP_ARGS ?=
 
@@ -72,7 +74,7 @@ $(SERVERS_STAMP):
 	@touch "$@"
 
 test: $(STAMP) $(SERVERS_STAMP) ## the tests; ARGS="-k restore -x" picks some
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict and the walls between the packages
 	$(BIN)/ruff check
