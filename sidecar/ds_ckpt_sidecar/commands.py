@@ -118,7 +118,7 @@ def agent(
         int | None, typer.Option(help="Requests at a time at most (default: 16).")
     ] = None,
     part_mib: Annotated[
-        int | None, typer.Option(help="MiB in a part, 5 to 5120 (default: 16).")
+        int | None, typer.Option(help="MiB in a part, 5 to 5120 (default: 64).")
     ] = None,
     memory_mib: Annotated[
         int | None,

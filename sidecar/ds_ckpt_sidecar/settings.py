@@ -71,7 +71,7 @@ class AgentSettings(BaseSettings):
         Literal["oldest", "newest"], Field(description="which save to upload first")
     ] = "oldest"
     streams: Annotated[int, Field(ge=1, le=256, description="requests at a time at most")] = STREAMS
-    part_mib: Annotated[int, Field(ge=5, le=5120, description="preferred size of a part")] = 16
+    part_mib: Annotated[int, Field(ge=5, le=5120, description="preferred size of a part")] = 64
     memory_mib: Annotated[
         int, Field(ge=1, description="what all requests together may hold; bounds their number")
     ] = DEFAULT_MEMORY_MIB

@@ -80,7 +80,7 @@ def test_operations_lists_every_setting_of_the_agent_and_no_other() -> None:
         ("stall_seconds", "60 s"),
         ("page_cache", "`drop`"),
         ("priority", "`normal`"),
-        ("part_mib", "16"),
+        ("part_mib", "64"),
         ("rescan_seconds", "5"),
         ("drain_seconds", "25"),
         ("lease_stale_seconds", "600"),

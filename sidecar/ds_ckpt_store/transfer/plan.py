@@ -1,7 +1,7 @@
 """Part plan: how an object is cut, within what its provider allows.
 
 Parts have one size, but for the last. The preferred size is kept as long as 10,000 parts suffice,
-and then grown in whole MiB: 16 MiB parts reach 156 GiB, and a 5 TiB object is sent in parts of
+and then grown in whole MiB: 64 MiB parts reach 625 GiB, and a 5 TiB object is sent in parts of
 525 MiB. Providers that take more parts get more only if these would become too large: what is
 remembered of each part counts in memory, its size does not, since it is streamed.
 """
@@ -16,7 +16,8 @@ from ds_ckpt_store.stores.port import Capabilities, Limits
 
 MIB = 1 << 20
 MOST_PARTS = 10_000
-PREFERRED_PART = 16 * MIB
+PREFERRED_PART = 64 * MIB
+"""A request costs as much as sending several MiB; beyond this it no longer shows."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A slice of an open file as a body to send, in small views.
 
 Reading a part whole would cost its size in memory for each stream; here a body holds one buffer
-of 256 KiB while it is read, and hands out views of it, so that no byte is copied on its way
+of 512 KiB while it is read, and hands out views of it, so that no byte is copied on its way
 to the socket. The checksum is made in a first pass (which leaves the slice in the page cache),
 because a store is told it before the body.
 """
@@ -91,7 +91,7 @@ class FileSlice(FileSource):
 class SliceReader(io.RawIOBase):
     """Reads a slice in views of one buffer; a view holds until the next ``read``.
 
-    ``read(n)`` gives up to 256 KiB **even if n is less**: HTTP libraries ask for 8 or 16 KiB at a
+    ``read(n)`` gives up to 512 KiB **even if n is less**: HTTP libraries ask for 8 or 16 KiB at a
     time, and so many rounds cost more than sending does. Who must not get more than it asks for
     reads through ``io.BufferedReader``. Without a size, ``read`` gives all that is left, as bytes.
     """
