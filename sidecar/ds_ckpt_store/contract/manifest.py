@@ -273,7 +273,7 @@ class SaveStatus(Document):
 
 
 class SidecarStatus(Document):
-    """``status/sidecar.json``: sidecar to trainer; heartbeat, backlog, space, last error, limits."""
+    """``status/sidecar.json``: sidecar to trainer; heartbeat, backlog, space, error, limits."""
 
     time: float
     pid: int
