@@ -245,6 +245,11 @@ class Catalog:
         found = self.record(intent.save_id)
         if found is not None:
             return Commit(found)
+        gathered = self._gather(intent)
+        return gathered if isinstance(gathered, Commit) else Commit(self._decide(gathered))
+
+    def _gather(self, intent: Intent) -> Record | Commit:
+        """The record as it is to be, or what is missing."""
         there = self.receipt_nodes(intent.save_id)
         missing = tuple(node for node in intent.nodes if node not in there)
         if missing:
@@ -270,7 +275,7 @@ class Catalog:
         wrong = tuple(key for key, entry in objects if sizes.get(key) != entry.size)
         if wrong:
             return Commit(None, missing_objects=wrong)
-        return Commit(self._decide(record))
+        return record
 
     def abandon(self, intent: Intent, reason: str) -> Record:
         """Decide that a save is over, unless it can be, or was, committed."""

@@ -48,6 +48,7 @@ from ds_ckpt_store.stores.s3.failures import Failures
 from ds_ckpt_store.stores.s3.options import S3Options, is_data
 from ds_ckpt_store.stores.s3.trial import Trial
 
+_CHECKED = (Proof.SIGNED_PAYLOAD, Proof.CONTENT_MD5)  # of the very bytes whose CRC32C was taken
 PROOFS = (Proof.STORED_CHECKSUM, Proof.SIGNED_PAYLOAD, Proof.CONTENT_MD5, Proof.READ_BACK)
 
 
@@ -147,7 +148,8 @@ class S3Store:
                     raise
                 # With If-Match, 404 says that there is no object to match.
                 raise PreconditionError("put", key, error.answer) from error
-        return ObjectInfo(key, source.size, answer["ETag"], 0.0, _crc(answer))
+        checked = checks.crc32c if proof in _CHECKED else _crc(answer)
+        return ObjectInfo(key, source.size, answer["ETag"], 0.0, checked)
 
     def get(self, key: str) -> tuple[bytes, ObjectInfo]:
         """GetObject, whole."""
