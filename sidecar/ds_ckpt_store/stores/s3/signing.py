@@ -7,7 +7,8 @@ those who have no awscrt, with one addition: a body may know its own hash.
 
 boto3 also asks the server's leave (``Expect: 100-continue``) before each body: one round trip for
 each part and each small shard. It is of use where a server redirects or refuses, which the probe
-has found out before the first shard.
+has found out before the first shard. A server that refuses later, and resets the connection in the
+middle of a body, says why to the next call that has none: the uploader looks before it goes on.
 """
 
 from __future__ import annotations
