@@ -9,7 +9,7 @@
 PYTHON ?= python3
 STORE ?= file
 ZERO ?= 2
-JOBS ?= $(shell expr $$(nproc) + 1)
+JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 ARGS ?=
 PIP_ARGS ?=
 
@@ -74,7 +74,7 @@ $(SERVERS_STAMP):
 	@touch "$@"
 
 test: $(STAMP) $(SERVERS_STAMP) ## the tests; ARGS="-k restore -x" picks some
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict and the walls between the packages
 	$(BIN)/ruff check

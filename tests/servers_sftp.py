@@ -67,6 +67,10 @@ def sftp_server(folder: Path) -> Iterator[Sftp]:
     async def end(acceptor: asyncssh.SSHAcceptor) -> None:
         acceptor.close()
         await acceptor.wait_closed()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
 
     acceptor = loop.run_until_complete(listen())
     thread = threading.Thread(target=loop.run_forever, daemon=True)
