@@ -254,6 +254,7 @@ class Agent:
     def _connect(self, once: bool, node: str) -> Store | None:
         """Learn what the store really does, until it answers; None if it should exit instead."""
         tries = 0
+        self._reporter.beat("starting", now=True, destination=self._settings.destination)
         while True:
             # This loop is patient and says what is wrong; calls within it are to fail soon.
             brief = RetryStore(self._store, self._clock, self._rng, policy=RetryPolicy(tries=3))
@@ -434,11 +435,15 @@ class Agent:
             "under way; each is given up by its own timeout and made again: look at the network "
             "and the store",
         )
+        self._reporter.error(
+            f"no byte moved for {stall.seconds:.0f} s, {stall.requests} requests are under way"
+        )
 
     def _say_retry(self, retry: Retry) -> None:
         """From any thread: a call to the store will be made again."""
         error = retry.error
         self._budget.heed(error)
+        self._reporter.error(f"{error}; tried again")
         kind = type(error).__name__
         self._failures.warning(
             f"retry {error.operation} {kind}",

@@ -21,7 +21,7 @@ import typer
 
 from ds_ckpt_sidecar import __version__, reading, render
 from ds_ckpt_sidecar.agent import Agent
-from ds_ckpt_sidecar.console import AsJson, Bandwidth, StallSeconds, app, errors, keep_apart
+from ds_ckpt_sidecar.console import URLS, AsJson, Bandwidth, StallSeconds, app, errors, keep_apart
 from ds_ckpt_sidecar.limits import describe_rate
 from ds_ckpt_sidecar.observe.log import make_log
 from ds_ckpt_sidecar.settings import LimitSettings, check, load
@@ -96,7 +96,8 @@ def agent(
         str | None, typer.Option(help="The folder that trainer and agent share.", metavar="DIR")
     ] = None,
     destination: Annotated[
-        str | None, typer.Option(help="s3://bucket/prefix or file:///folder", metavar="URL")
+        str | None,
+        typer.Option(help=URLS, metavar="URL"),
     ] = None,
     once: Annotated[
         bool, typer.Option("--once", help="Store what is there, then exit (1 if not all of it).")
@@ -296,6 +297,8 @@ def limit(
         if not os.path.isdir(volume):
             raise InputError(f"the volume {volume} does not exist")
         place = Volume(volume)
+        if not os.path.isdir(os.path.dirname(place.limits)):
+            raise InputError(f"{volume} is no volume yet: neither trainer nor agent has used it")
         rate = check(LimitSettings, bandwidth=bandwidth).bandwidth
         before = None if reset else _if_readable(place.transfer_limits)
         limits = (before or TransferLimits()).model_copy(

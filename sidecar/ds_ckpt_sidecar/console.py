@@ -20,7 +20,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Url = Annotated[str, typer.Argument(help="s3://bucket/prefix or file:///folder", metavar="URL")]
+URLS = "s3://, gs://, az://, file:///folder, or a URL that fsspec knows"
+Url = Annotated[str, typer.Argument(help=URLS, metavar="URL")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 StallSeconds = Annotated[
     float | None,
@@ -63,7 +64,7 @@ def keep_apart(url: str, folder: str) -> None:
         InputError: they overlap.
     """
     parts = urlsplit(url)
-    if parts.scheme != "file":
+    if parts.scheme not in ("file", "local"):
         return
     store, volume = os.path.realpath(unquote(parts.path)), os.path.realpath(folder)
     if os.path.commonpath([store, volume]) in (store, volume):

@@ -84,5 +84,7 @@ class LimitsWatch:
         if sentence != self._complaint:
             self._complaint = sentence
             self._log.warning(
-                "limits.ignored", error=sentence, reason="the limits stay as they are; correct it"
+                "limits.ignored",
+                error=sentence,
+                reason="what is in force stays (after a start: the settings); correct the file",
             )

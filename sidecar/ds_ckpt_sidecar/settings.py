@@ -54,7 +54,7 @@ class AgentSettings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="DS_CKPT_", extra="ignore", frozen=True)
 
     volume: Annotated[str, Field(description="the folder that trainer and sidecar share")]
-    destination: Annotated[str, Field(description="s3://bucket/prefix or file:///folder")]
+    destination: Annotated[str, Field(description="s3://, gs://, az://, file:///folder, ...")]
     run_id: Annotated[
         str, Field(description="the run; default: what the trainer on this volume says")
     ] = ""

@@ -386,15 +386,23 @@ class Syncer:
     # ---- clean and retain
 
     def _tidy(self) -> None:
-        """Step 8 under the local rule: the newest committed saves stay, the rest may go."""
+        """Step 8 under the local rule: the newest committed saves stay, the rest may go.
+
+        Of a save that was disturbed the other shards may be the only copy that there is: it goes
+        when a later one is committed.
+        """
         committed = sorted(
             (save for save in self._saves.values() if save.state == "committed"),
             key=lambda save: (save.manifest.time_ms, save.save_id),
         )
         kept = committed[len(committed) - min(self._settings.keep_local, len(committed)) :]
         for save in [s for s in self._saves.values() if s.state in DECIDED and s not in kept]:
+            reused = self._is_reused(save)
+            later = self._newest_committed[0] > save.manifest.time_ms
+            if save.state == "superseded" and not reused and not later:
+                continue
             try:
-                if self._lifecycle.clean(save, folder_reused=self._is_reused(save)):
+                if self._lifecycle.clean(save, folder_reused=reused):
                     del self._saves[save.save_id]
                     self._reporter.forget(save.save_id)
             except OSError as error:

@@ -348,6 +348,7 @@ class Catalog:
         raise NothingCommittedError(
             f"{self.store.url} holds no committed checkpoint{what}"
             + (f"; committed tags: {known}" if known else "; it holds none at all")
+            + "".join(f"; but for a damaged one: {each}" for each in self.damaged.values())
         )
 
     def replace(self, record: Record, **changes: object) -> Record | None:

@@ -210,6 +210,21 @@ def test_a_damaged_store_object_means_the_older_save_and_says_so(
     assert not (volumes[1] / "two").exists()
 
 
+def test_records_of_which_none_can_be_read_are_no_reason_to_start_from_scratch(
+    folders: Folders, tmp_path: Path
+) -> None:
+    volumes = folders(2)
+    url = f"file://{tmp_path}/store"
+    save_id = Job(volumes).save("one")[0].save_id
+    commit(url, volumes, save_id)
+    (tmp_path / "store/.ds_ckpt/checkpoints" / f"{save_id}.json").write_text("{")
+    for volume in volumes:
+        shutil.rmtree(volume)
+        volume.mkdir()
+    with pytest.raises(AgreementError, match="cannot be read"):
+        Job(volumes).resume(destination=url)
+
+
 def test_a_save_that_died_before_its_manifest_is_set_aside(folders: Folders) -> None:
     volumes = folders(2)
     before = Job(volumes)

@@ -121,7 +121,7 @@ def test_a_node_without_a_shard_of_its_own_waits_for_the_others_record(
     assert status(two.volume.path, manifests[1].save_id).state == "committed"
 
 
-def test_a_save_that_one_node_lost_is_superseded_on_both_and_leaves_nothing(
+def test_a_save_that_one_node_lost_is_over_on_both_and_goes_when_a_later_one_is_committed(
     world: World, pair: Pair
 ) -> None:
     manifests = save_together(pair.nodes, "t", [{"rank0.pt": 50}, {"rank1.pt": 50}], latest=False)
@@ -136,7 +136,14 @@ def test_a_save_that_one_node_lost_is_superseded_on_both_and_leaves_nothing(
         "superseded",
     ]
     assert pair.nodes[1].node in status(pair.paths[0], manifests[0].save_id).reason
-    assert [left_of_saves(path) for path in pair.paths] == [[], []]
+    lost = f"outbox/{manifests[1].file_name}", f"links/{manifests[1].save_id}"
+    assert [left_of_saves(path) for path in pair.paths] == [[], [*lost]]
+    later = save_together(pair.nodes, "u", [{"rank0.pt": 50}, {"rank1.pt": 50}])
+    for path in (*pair.paths, *pair.paths):
+        world.once(path)
+    assert world.states() == {"t": "abandoned", "u": "committed"}
+    assert not set(lost) & set(left_of_saves(pair.paths[1]))
+    assert later[1].file_name in str(left_of_saves(pair.paths[1]))
 
 
 def test_a_node_that_never_comes_back_is_given_up_only_when_its_attempt_is_over(

@@ -347,6 +347,31 @@ def test_a_destination_whose_parent_does_not_exist_is_named(tmp_path: Path) -> N
     assert "no/such" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("url", "environ"),
+    [
+        ("az://container/x?sv=1&sig=SECRET", {}),
+        ("https://a.blob.core.windows.net/container/x?sig=SECRET", {}),
+        ("s3://bucket/x?X-Amz-Signature=SECRET", {}),
+        ("s3://key:SECRET@bucket/x", {}),
+        ("sftp://user:SECRET@host/x", {}),
+        ("az://container/x", {"DS_CKPT_AZURE_ENDPOINT": "https://u:SECRET@host/account"}),
+        ("az://container/x", {"DS_CKPT_AZURE_ENDPOINT": "https://host/account?sig=SECRET"}),
+        ("gs://bucket/x", {"DS_CKPT_GCS_ENDPOINT": "https://u:SECRET@host"}),
+        ("s3://bucket/x", {"DS_CKPT_S3_ENDPOINT": "https://u:SECRET@host"}),
+    ],
+)
+def test_what_is_refused_for_its_secret_is_named_without_it(
+    url: str, environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    result = run("ls", url)
+    assert result.exit_code == 2
+    assert result.stderr
+    assert "SECRET" not in result.output
+
+
 def test_the_version_and_the_help_are_there() -> None:
     assert run("--version").stdout.startswith("ds-ckpt ")
     for command in ("agent", "restore", "ls", "show", "verify", "status", "demo"):
@@ -371,6 +396,9 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
 def test_a_limit_is_set_changed_shown_and_taken_back(tmp_path: Path) -> None:
     volume = ["--volume", str(tmp_path)]
     place = Volume(str(tmp_path))
+    result = run("limit", *volume, "--streams", "3")
+    assert (result.exit_code, "no volume yet" in result.stderr) == (2, True)
+    place.prepare()
     assert "as set" in run("limit", *volume).stdout
     assert place.transfer_limits() is None
     assert "200 MiB/s, streams as set" in run("limit", *volume, "--bandwidth", "200MiB").stdout

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.volume import Volume
-from ds_ckpt_store.errors import MissingExtraError
+from ds_ckpt_store.errors import DamagedError, MissingExtraError
 from ds_ckpt_store.restore import Restore, is_restored
 from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.port import Store
@@ -40,8 +40,17 @@ def committed(destination: str, clock: Clock, rng: random.Random) -> list[Commit
         SettingsError: the URL cannot work.
         MissingExtraError: a library is not installed.
         StoreError: the store did not answer.
+        DamagedError: there are records, and not one that can be read.
     """
     with _opened(destination, clock, rng) as store:
+        catalog = Catalog(store, rng)
+        records = catalog.committed()
+        if catalog.damaged and not records:
+            raise DamagedError(
+                f"{len(catalog.damaged)} records cannot be read, and no committed one is left: "
+                + "; ".join(catalog.damaged.values()),
+                tuple(catalog.damaged),
+            )
         return [
             Committed(
                 save_id=record.save_id,
@@ -50,7 +59,7 @@ def committed(destination: str, clock: Clock, rng: random.Random) -> list[Commit
                 epoch=record.epoch,
                 attempt=record.attempt,
             )
-            for record in Catalog(store, rng).committed()
+            for record in records
         ]
 
 

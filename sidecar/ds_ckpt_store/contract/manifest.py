@@ -309,8 +309,11 @@ Streams = Annotated[int, Field(ge=1, le=256)]
 class TransferLimits(Document):
     """``limits.json``: what transfers may use while it lies there; None is as the settings say.
 
-    ``bandwidth`` in bytes per second, 0 for no limit; ``streams`` are requests at a time.
+    ``bandwidth`` in bytes per second, 0 for no limit; ``streams`` are requests at a time. A name
+    that is not known is refused: people write this file, and a misspelt limit is none.
     """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
     bandwidth: Bandwidth | None = None
     streams: Streams | None = None

@@ -28,6 +28,14 @@ PROVIDERS = {
 ANY_OTHER = ("fsspec", "fsspec")
 
 
+def shown(url: str) -> str:
+    """A URL without what may be secret in it: user, password, query and fragment."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    rest = "?..." if parts.query or parts.fragment else ""
+    return f"{parts.scheme}://{host}{parts.path}{rest}"
+
+
 def open_store(
     url: str,
     environ: Mapping[str, str] | None = None,
@@ -51,7 +59,10 @@ def open_store(
     environ = os.environ if environ is None else environ
     parts = urlsplit(url)
     if parts.query or parts.fragment:
-        raise SettingsError(f"{url!r}: a destination has no query and no fragment")
+        raise SettingsError(
+            f"{shown(url)!r}: a destination has no query and no fragment; credentials belong into "
+            "the environment"
+        )
     if not parts.scheme:
         raise SettingsError(
             f"{url!r}: names no kind of store; write {_schemes()}, or what fsspec knows"

@@ -95,6 +95,7 @@ class Budget:
         self._on_stall = on_stall
         self._moved_at = now
         self._stalled = False
+        self._failing = False
 
     # ---- what is allowed
 
@@ -141,12 +142,19 @@ class Budget:
         self._bandwidth.pace(size, self.alive)
         now = self._clock.monotonic()
         with self._lock:
-            self._moved_at = now
+            if not self._failing:
+                self._moved_at = now
             if size > 0:
                 self._climb.moved(size, now)
 
     def alive(self) -> None:
-        """A request ended, or goes on without a byte on the network."""
+        """A request goes on without a byte on the network."""
+        if not self._failing:
+            self._moved_at = self._clock.monotonic()
+
+    def arrived(self) -> None:
+        """A request ended well."""
+        self._failing = False
         self._moved_at = self._clock.monotonic()
 
     def idle(self) -> None:
@@ -155,7 +163,12 @@ class Budget:
             self._climb.idle()
 
     def heed(self, error: Exception) -> None:
-        """A call failed and will be made again: if the store throttles, ask it for less."""
+        """A call failed and will be made again: if the store throttles, ask it for less.
+
+        Until one ends well, bytes on their way say nothing: the kernel takes some of each attempt,
+        also for a store that takes none.
+        """
+        self._failing = True
         if isinstance(error, ThrottledError):
             self.throttled()
 

@@ -100,7 +100,7 @@ class Coordinator:
                 error of a story.
         """
         upcoming = iter(stories)
-        self._budget.alive()
+        self._budget.arrived()
         try:
             while True:
                 self._fill(upcoming)
@@ -109,8 +109,8 @@ class Coordinator:
                 wait(self._running, timeout=_CHECK_SECONDS, return_when=FIRST_COMPLETED)
                 self._ask()
                 ended = [future for future in self._running if future.done()]
-                if ended:
-                    self._budget.alive()
+                if any(future.exception() is None for future in ended):
+                    self._budget.arrived()
                 self._budget.watch(len(self._running))
                 for future in ended:
                     self._hand_over(future)

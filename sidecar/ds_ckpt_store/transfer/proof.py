@@ -56,14 +56,14 @@ def check_head(store: Store, key: str, size: int, checksum: int) -> ObjectInfo:
 def tells_all(store: Store, info: ObjectInfo, size: int, checksum: int) -> bool:
     """Whether the answer to a put is the proof itself, so that no second question is needed.
 
-    That is the CRC32C of the object as the store computed or checked it, if the answer holds it.
-    What a store refuses if it is wrong, it has checked. Under READ_BACK no answer proves anything.
-    (Names and sizes of all objects are compared with the store's listing once more at commit.)
+    Under STORED_CHECKSUM and WRITTEN_CHECKSUM that is the CRC32C of the object as the store
+    computed or checked it, if the answer holds it. Under all other proofs, look again: what was
+    checked on its way in may have been stored with another size.
 
     Raises:
         CorruptionError: the answer tells another CRC32C.
     """
-    if store.proof is Proof.READ_BACK or info.crc32c is None:
+    if store.proof not in (Proof.STORED_CHECKSUM, Proof.WRITTEN_CHECKSUM) or info.crc32c is None:
         return False
     if (info.size, info.crc32c) != (size, checksum):
         raise CorruptionError(

@@ -8,8 +8,8 @@ What each answer of the store is taken for:
   so at worst the same bytes are sent twice.
 * A shard that goes whole is compared with its manifest before, under every proof, because a put
   takes the place of what may be stored and committed already.
-* An answer to a put that tells the CRC32C of what the store computed or checked is the proof; else
-  the object is looked at, and under READ_BACK it is read.
+* Under STORED_CHECKSUM and WRITTEN_CHECKSUM an answer to a put that tells the CRC32C of the object
+  is the proof; else the object is looked at, and under READ_BACK it is read.
 * Under WRITTEN_CHECKSUM the store reads again what it has written, so parts are not read before.
   If what was written is not what the manifest says, the file is read to learn who changed it.
 """

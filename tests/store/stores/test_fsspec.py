@@ -319,6 +319,8 @@ def test_a_destination_whose_parent_is_not_there_is_refused(tmp_path: Path) -> N
     store = opened(f"local://{tmp_path}/mount/run")
     with pytest.raises(RefusedError, match=f"no folder {tmp_path}/mount"):
         store.put("k", BytesSource(b"data"))
+    with pytest.raises(RefusedError, match=f"no folder {tmp_path}/mount"):
+        list(store.list(""))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -55,9 +55,12 @@ def test_a_part_tells_the_checksum_of_the_bytes_that_the_server_checked(store, c
     store.abort(upload)
 
 
-@pytest.mark.parametrize("proof", [Proof.STORED_CHECKSUM, *HASHED])
-def test_a_small_shard_is_one_request_where_the_server_checks_what_it_takes(
-    seaweed, tmp_path: Path, proof: Proof
+@pytest.mark.parametrize(
+    ("proof", "requests"),
+    [(Proof.STORED_CHECKSUM, ["PUT"]), *((proof, ["PUT", "HEAD"]) for proof in HASHED)],
+)
+def test_a_small_shard_is_one_request_where_the_answer_tells_what_is_stored(
+    seaweed, tmp_path: Path, proof: Proof, requests: list[str]
 ) -> None:
     path = tmp_path / "shard"
     path.write_bytes(BEFORE)
@@ -75,5 +78,5 @@ def test_a_small_shard_is_one_request_where_the_server_checks_what_it_takes(
                 stored=lambda _: None,
             )
         assert stored.proof is proof
-        assert [line.split()[0] for line in proxy.lines(".")] == ["PUT"]
+        assert [line.split()[0] for line in proxy.lines(".")] == requests
         assert store.get("k")[0] == BEFORE

@@ -347,6 +347,24 @@ def test_each_stall_is_told_and_work_of_any_kind_ends_one() -> None:
     assert after(1000, requests=0) == 2
 
 
+def test_what_the_kernel_takes_of_attempts_that_fail_is_no_movement() -> None:
+    """A store that takes nothing: each attempt fills the sockets' buffers, and is given up."""
+    clock = TickingClock()
+    stalls: list[Stall] = []
+    budget = Budget(clock, stall_seconds=60, on_stall=stalls.append)
+    for _ in range(10):
+        budget.pace(1 << 20)
+        clock.sleep(7)
+        budget.heed(AmbiguousError("put_part", "k", "timed out"))
+        budget.watch(4)
+    assert len(stalls) == 1
+    budget.arrived()
+    budget.pace(1)
+    clock.sleep(59)
+    budget.watch(4)
+    assert len(stalls) == 1
+
+
 def test_waiting_for_bandwidth_is_no_stall(scene: Scene) -> None:
     stalls: list[Stall] = []
     budget = Budget(

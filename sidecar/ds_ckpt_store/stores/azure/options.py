@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from ds_ckpt_store.errors import SettingsError
+from ds_ckpt_store.stores import shown
 
 PUBLIC_CLOUD = "blob.core.windows.net"
 TIERS = ("Hot", "Cool", "Cold")
@@ -133,7 +134,7 @@ def _of_url(url: str, environ: Mapping[str, str]) -> tuple[str, str]:
     other = environ.get("DS_CKPT_AZURE_ENDPOINT", "").rstrip("/")
     if other and other != endpoint:
         raise SettingsError(
-            f"DS_CKPT_AZURE_ENDPOINT={other!r}: the destination names its endpoint itself, as "
+            f"DS_CKPT_AZURE_ENDPOINT={shown(other)}: the destination names its endpoint itself, as "
             f"{endpoint}; write az://container/prefix, or take the setting away"
         )
     return endpoint, host["account"]
@@ -152,7 +153,7 @@ def _of_settings(environ: Mapping[str, str], connection: Mapping[str, str]) -> t
     if endpoint:
         if not _ENDPOINT.fullmatch(endpoint):
             raise SettingsError(
-                f"DS_CKPT_AZURE_ENDPOINT={endpoint!r}: write http(s)://host[:port][/account]"
+                f"DS_CKPT_AZURE_ENDPOINT={shown(endpoint)}: write http(s)://host[:port][/account]"
             )
         return endpoint, account or _account_of(endpoint)
     if account:

@@ -245,6 +245,7 @@ class FsspecStore:
             try:
                 entries = access.entries(path)
             except (FileNotFoundError, NotADirectoryError):
+                self._need_parent(access, "list", prefix)
                 continue
             for entry in entries:
                 key = self._key(str(entry["name"]), path, folder)
@@ -329,23 +330,28 @@ class FsspecStore:
         modified = modified_of(entry) or seconds(access.modified(path))
         return ObjectInfo(key, int(entry["size"]), version_of(entry), modified)
 
+    def _need_parent(self, access: Access, operation: str, key: str) -> None:
+        """A root without a parent is no empty store: a mount is missing, or a name is wrong."""
+        parent = self._root.rpartition("/")[0]
+        if not access.folders or not parent.strip("/") or self._made:
+            return
+        with contextlib.suppress(AccessError, PermissionError):
+            try:
+                access.info(parent)
+            except FileNotFoundError:
+                raise RefusedError(
+                    operation,
+                    key,
+                    f"the destination does not exist: there is no folder {parent}; "
+                    f"mount it, make it, or correct {self.url}",
+                ) from None
+
     def _need_folder(self, access: Access, path: str) -> None:
         """Make the folder of a path, once. The root's parent is never made: it may be a mount."""
         folder = path.rpartition("/")[0]
         if not access.folders or folder in self._made:
             return
-        parent = self._root.rpartition("/")[0]
-        if parent.strip("/") and not self._made:
-            with contextlib.suppress(AccessError, PermissionError):
-                try:
-                    access.info(parent)
-                except FileNotFoundError:
-                    raise RefusedError(
-                        "put",
-                        path[len(self._root) + 1 :],
-                        f"the destination does not exist: there is no folder {parent}; "
-                        f"mount it, make it, or correct {self.url}",
-                    ) from None
+        self._need_parent(access, "put", path[len(self._root) + 1 :])
         with self._making:
             if folder not in self._made:
                 access.make_folders(folder)

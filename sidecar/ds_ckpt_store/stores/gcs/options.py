@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from ds_ckpt_store.errors import SettingsError
+from ds_ckpt_store.stores import shown
 
 Parts = Literal["auto", "xml", "compose"]
 
@@ -55,7 +56,7 @@ class GCSOptions:
             name = "STORAGE_EMULATOR_HOST"  # as Google's own libraries know it
         endpoint = environ.get(name) or None
         if endpoint is not None and not re.fullmatch(r"https?://[^/?#@]+/?", endpoint):
-            raise SettingsError(f"{name}={endpoint!r}: write http(s)://host[:port]")
+            raise SettingsError(f"{name}={shown(endpoint)}: write http(s)://host[:port]")
         in_the_clear = endpoint is not None and endpoint.startswith("http://")
         return cls(
             endpoint=endpoint.rstrip("/") if endpoint else None,

@@ -21,6 +21,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from ds_ckpt_store.contract.names import LATEST, VOLUME_DIR
 from ds_ckpt_store.errors import SettingsError
+from ds_ckpt_store.stores import shown
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -82,7 +83,7 @@ class S3Options:
             SettingsError: a value, or two together, cannot work.
         """
         read = _Reader(environ)
-        endpoint = read.text("ENDPOINT", r"https?://[^/?#]+/?", "http(s)://host[:port]")
+        endpoint = read.text("ENDPOINT", r"https?://[^/?#@]+/?", "http(s)://host[:port]")
         bundle = read.text("CA_BUNDLE")
         if bundle is not None and not os.path.exists(bundle):
             raise read.wrong("CA_BUNDLE", "there is no such file")
@@ -206,7 +207,9 @@ class _Reader:
     def text(self, name: str, pattern: str = "", shape: str = "") -> str | None:
         value = self._environ.get(_PREFIX + name, "").strip() or None
         if value is not None and pattern and not re.fullmatch(pattern, value):
-            raise SettingsError(f"{_PREFIX}{name}={value!r}: write {shape}")
+            raise SettingsError(
+                f"{_PREFIX}{name}={shown(value) if '://' in value else value!r}: write {shape}"
+            )
         return value
 
     def flag(self, name: str) -> bool | None:

@@ -48,7 +48,6 @@ from ds_ckpt_store.stores.s3.failures import Failures
 from ds_ckpt_store.stores.s3.options import S3Options, is_data
 from ds_ckpt_store.stores.s3.trial import Trial
 
-_CHECKED = (Proof.SIGNED_PAYLOAD, Proof.CONTENT_MD5)  # of the very bytes whose CRC32C was taken
 PROOFS = (Proof.STORED_CHECKSUM, Proof.SIGNED_PAYLOAD, Proof.CONTENT_MD5, Proof.READ_BACK)
 
 
@@ -94,7 +93,10 @@ class S3Store:
             raise SettingsError("s3://...@...: credentials do not belong into a URL")
         if not parts.netloc:
             raise SettingsError(f"{url!r}: names no bucket; write s3://bucket/prefix")
-        return cls(parts.netloc, parts.path.strip("/"), options, stall_seconds)
+        prefix = parts.path.strip("/")
+        if prefix and any(each in ("", ".", "..") for each in prefix.split("/")):
+            raise SettingsError(f"{url!r}: a prefix has no empty part, and none of . and ..")
+        return cls(parts.netloc, prefix, options, stall_seconds)
 
     # ---- what it is
 
@@ -148,8 +150,7 @@ class S3Store:
                     raise
                 # With If-Match, 404 says that there is no object to match.
                 raise PreconditionError("put", key, error.answer) from error
-        checked = checks.crc32c if proof in _CHECKED else _crc(answer)
-        return ObjectInfo(key, source.size, answer["ETag"], 0.0, checked)
+        return ObjectInfo(key, source.size, answer["ETag"], 0.0, _crc(answer))
 
     def get(self, key: str) -> tuple[bytes, ObjectInfo]:
         """GetObject, whole."""
