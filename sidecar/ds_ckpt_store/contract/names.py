@@ -99,6 +99,17 @@ def _encode(tag: str) -> str:
     )
 
 
+def is_data(key: str) -> bool:
+    """Whether a key of the store is a shard's or a companion's, and none of the protocol's own.
+
+    Storage classes, tiers, tags and locks are for data: pointer and records are written over.
+
+    Args:
+        key: relative to the store's prefix.
+    """
+    return key != LATEST and not key.startswith(VOLUME_DIR + "/")
+
+
 def check_relative_path(path: str) -> str:
     """The path, if it is relative, normalized and stays inside its root.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Mapping
 from typing import cast
 from urllib.parse import urlsplit
@@ -34,6 +35,27 @@ def shown(url: str) -> str:
     host = parts.netloc.rpartition("@")[2]
     rest = "?..." if parts.query or parts.fragment else ""
     return f"{parts.scheme}://{host}{parts.path}{rest}"
+
+
+def bucket_and_prefix(url: str, shape: str) -> tuple[str, str]:
+    """The bucket of ``scheme://bucket/prefix``, and the prefix without slashes at its ends.
+
+    Args:
+        url: the destination.
+        shape: regular expression for names of buckets.
+
+    Raises:
+        SettingsError: no such bucket, credentials in the URL, or a prefix that is no path.
+    """
+    parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise SettingsError(f"{parts.scheme}://...@...: credentials do not belong into a URL")
+    if not re.fullmatch(shape, parts.netloc):
+        raise SettingsError(f"{url!r}: names no bucket; write {parts.scheme}://bucket/prefix")
+    prefix = parts.path.strip("/")
+    if prefix and any(each in ("", ".", "..") for each in prefix.split("/")):
+        raise SettingsError(f"{url!r}: a prefix has no empty part, and none of . and ..")
+    return parts.netloc, prefix
 
 
 def open_store(

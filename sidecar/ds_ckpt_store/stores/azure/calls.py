@@ -89,8 +89,7 @@ class Calls:
     def making(self, key: str) -> dict[str, Any]:
         """What a write that makes an object needs; tiers are for the shards."""
         how = self.encryption()
-        is_shard = not key.startswith(names.VOLUME_DIR + "/") and key != names.LATEST
-        if self._options.tier is not None and is_shard:
+        if self._options.tier is not None and names.is_data(key):
             how["standard_blob_tier"] = StandardBlobTier(self._options.tier)
         return how
 

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from ds_ckpt_store.contract import digest
 from ds_ckpt_store.contract.clock import fresh_token, system_random
+from ds_ckpt_store.contract.names import is_data
 from ds_ckpt_store.errors import (
     CorruptionError,
     NotFoundError,
@@ -26,7 +27,6 @@ from ds_ckpt_store.errors import (
     TransientError,
 )
 from ds_ckpt_store.stores.body import Body
-from ds_ckpt_store.stores.gcs.options import is_shard
 from ds_ckpt_store.stores.gcs.service import Service
 from ds_ckpt_store.stores.port import Condition, IfAbsent, IfVersion, ObjectInfo, Sink, Source
 
@@ -107,7 +107,7 @@ class Objects:
             resource["metadata"] = dict(metadata)
         named = part_of or key
         options = self._service.options
-        if options.storage_class is not None and is_shard(named):
+        if options.storage_class is not None and is_data(named):
             resource["storageClass"] = options.storage_class
         query = {
             "uploadType": "multipart",

@@ -69,15 +69,6 @@ class GCSOptions:
         )
 
 
-def is_shard(key: str) -> bool:
-    """Whether a storage class is for this object; records and pointer are read too often for one.
-
-    Args:
-        key: relative to the store's prefix.
-    """
-    return key != "latest" and not key.startswith(".ds_ckpt/")
-
-
 def _anonymous(environ: Mapping[str, str], *, default: bool) -> bool:
     text = environ.get("DS_CKPT_GCS_ANONYMOUS", "").strip().lower()
     if text and text not in _TRUE + _FALSE:

@@ -15,6 +15,7 @@ from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
 from ds_ckpt_store.contract import digest
+from ds_ckpt_store.contract.names import is_data
 from ds_ckpt_store.errors import AmbiguousError, CorruptionError, NotFoundError, TransientError
 from ds_ckpt_store.stores.body import Body
 from ds_ckpt_store.stores.gcs.answers import (
@@ -27,7 +28,6 @@ from ds_ckpt_store.stores.gcs.answers import (
     parse_xml,
 )
 from ds_ckpt_store.stores.gcs.objects import TYPE, crc32c_of_header
-from ds_ckpt_store.stores.gcs.options import is_shard
 from ds_ckpt_store.stores.gcs.service import Link, Service
 from ds_ckpt_store.stores.port import Part, Source
 
@@ -60,7 +60,7 @@ class XMLParts:
         options = self._service.options
         headers = {"Content-Type": TYPE, "Content-Length": "0"}
         headers.update({f"x-goog-meta-{name}": value for name, value in metadata.items()})
-        if options.storage_class is not None and is_shard(key):
+        if options.storage_class is not None and is_data(key):
             headers["x-goog-storage-class"] = options.storage_class
         if options.kms_key is not None:
             headers["x-goog-encryption-kms-key-name"] = options.kms_key

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 from collections.abc import Iterator, Mapping, MutableSequence, Sequence
 from typing import BinaryIO, Literal
-from urllib.parse import urlsplit
 
 from ds_ckpt_store.contract import digest
 from ds_ckpt_store.errors import (
@@ -25,10 +23,9 @@ from ds_ckpt_store.errors import (
     NotFoundError,
     PreconditionError,
     RefusedError,
-    SettingsError,
     StoreError,
 )
-from ds_ckpt_store.stores import STALL_SECONDS
+from ds_ckpt_store.stores import STALL_SECONDS, bucket_and_prefix
 from ds_ckpt_store.stores.gcs.objects import Objects, refuse_other_bytes
 from ds_ckpt_store.stores.gcs.options import GCSOptions, Parts
 from ds_ckpt_store.stores.gcs.parts_composed import FOLDER, ComposedParts
@@ -89,15 +86,7 @@ class GCSStore:
         Raises:
             SettingsError: no bucket, or credentials in the URL.
         """
-        parts = urlsplit(url)
-        if "@" in parts.netloc:
-            raise SettingsError("gs://...@...: credentials do not belong into a URL")
-        if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", parts.netloc):
-            raise SettingsError(f"{url!r}: names no bucket; write gs://bucket/prefix")
-        prefix = parts.path.strip("/")
-        if any(each in ("", ".", "..") for each in prefix.split("/")) and prefix:
-            raise SettingsError(f"{url!r}: a prefix has no empty part, and none of . and ..")
-        return cls(parts.netloc, prefix, options, stall_seconds)
+        return cls(*bucket_and_prefix(url, r"[a-z0-9][a-z0-9._-]*"), options, stall_seconds)
 
     # ---- what it is
 

@@ -19,7 +19,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from ds_ckpt_store.contract.names import LATEST, VOLUME_DIR
+from ds_ckpt_store.contract.names import is_data
 from ds_ckpt_store.errors import SettingsError
 from ds_ckpt_store.stores import shown
 
@@ -188,11 +188,6 @@ class S3Options:
             ("kms:GenerateDataKey and kms:Decrypt on the key", self.encryption == "aws:kms"),
         ]
         return "".join(f", and {name}" for name, used in needed if used)
-
-
-def is_data(key: str) -> bool:
-    """Whether a key is a shard's or a companion's, and none of the protocol's own objects."""
-    return key != LATEST and not key.startswith(VOLUME_DIR + "/")
 
 
 class _Reader:

@@ -15,20 +15,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from ds_ckpt_store.contract import digest
 from ds_ckpt_store.contract.clock import Clock, SystemClock
+from ds_ckpt_store.contract.names import is_data
 from ds_ckpt_store.errors import (
     AccessError,
     CorruptionError,
     NotFoundError,
     PreconditionError,
     RefusedError,
-    SettingsError,
     TransientError,
 )
-from ds_ckpt_store.stores import STALL_SECONDS
+from ds_ckpt_store.stores import STALL_SECONDS, bucket_and_prefix
 from ds_ckpt_store.stores.body import Body
 from ds_ckpt_store.stores.port import (
     Capabilities,
@@ -45,7 +44,7 @@ from ds_ckpt_store.stores.port import (
 from ds_ckpt_store.stores.s3.checks import Checks, check
 from ds_ckpt_store.stores.s3.clients import Clients
 from ds_ckpt_store.stores.s3.failures import Failures
-from ds_ckpt_store.stores.s3.options import S3Options, is_data
+from ds_ckpt_store.stores.s3.options import S3Options
 from ds_ckpt_store.stores.s3.trial import Trial
 
 PROOFS = (Proof.STORED_CHECKSUM, Proof.SIGNED_PAYLOAD, Proof.CONTENT_MD5, Proof.READ_BACK)
@@ -88,15 +87,7 @@ class S3Store:
         Raises:
             SettingsError: no bucket, or credentials in the URL.
         """
-        parts = urlsplit(url)
-        if "@" in parts.netloc:
-            raise SettingsError("s3://...@...: credentials do not belong into a URL")
-        if not parts.netloc:
-            raise SettingsError(f"{url!r}: names no bucket; write s3://bucket/prefix")
-        prefix = parts.path.strip("/")
-        if prefix and any(each in ("", ".", "..") for each in prefix.split("/")):
-            raise SettingsError(f"{url!r}: a prefix has no empty part, and none of . and ..")
-        return cls(parts.netloc, prefix, options, stall_seconds)
+        return cls(*bucket_and_prefix(url, "[^/]+"), options, stall_seconds)
 
     # ---- what it is
 
