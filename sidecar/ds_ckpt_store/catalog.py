@@ -49,6 +49,7 @@ from ds_ckpt_store.errors import (
 )
 from ds_ckpt_store.records import Hold, Intent, Owner, Receipt, Record
 from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, ObjectInfo, Store
+from ds_ckpt_store.stores.probe import PROBE
 
 _OWN = names.VOLUME_DIR
 _OWNER = f"{_OWN}/owner.json"
@@ -197,8 +198,12 @@ class Catalog:
     def store_time(self, name: str) -> float:
         """Seconds since the epoch by the store's own clock, from an object written just now."""
         key = f"{_CLOCK}{name}"
-        info = self.store.put(key, BytesSource(fresh_token(self._rng).encode()))
-        return info.modified or self.store.head(key).modified
+        rounds = self._rounds("store_time", key)
+        while True:
+            next(rounds)
+            info = self.store.put(key, BytesSource(fresh_token(self._rng).encode()))
+            with contextlib.suppress(NotFoundError):  # gc took the one before for a leftover
+                return info.modified or self.store.head(key).modified
 
     # ---- one save
 
@@ -462,6 +467,86 @@ class Catalog:
     def record_modified(self, save_id: str) -> float:
         """When a record was last written, by the store's own clock."""
         return self.store.head(f"{_RECORDS}{save_id}.json").modified
+
+    # ---- what gc judges by; all of it only reads
+
+    def lease(self) -> tuple[Owner, float] | None:
+        """The lease as it stands and when it was last renewed, by the store's own clock."""
+        found = self._read(_OWNER, Owner)
+        return (found[0], found[1].modified) if found else None
+
+    def intent(self, save_id: str) -> Intent | None:
+        """What was intended for one save, read now."""
+        found = self._read(f"{_SAVES}{save_id}.json", Intent)
+        return found[0] if found else None
+
+    def foresee(self, intent: Intent) -> Commit:
+        """What :meth:`commit` would find or make."""
+        found = self.record(intent.save_id)
+        if found is not None:
+            return Commit(found)
+        gathered = self._gather(intent)
+        return gathered if isinstance(gathered, Commit) else Commit(gathered)
+
+    def last_said(self, save_id: str) -> float:
+        """When a save's intent or any of its receipts was last written; 0 if there is none."""
+        said = [info.modified for info in self.store.list(f"{_RECEIPTS}{save_id}/")]
+        with contextlib.suppress(NotFoundError):
+            said.append(self.store.head(f"{_SAVES}{save_id}.json").modified)
+        return max(said, default=0.0)
+
+    def last_seen(self, node: str) -> float:
+        """When a node last asked for the store's time; 0 if it never did.
+
+        A sidecar at work renews its lease. One whose attempt is not the newest cannot, and asks
+        for the time instead.
+        """
+        with contextlib.suppress(NotFoundError):
+            return self.store.head(f"{_CLOCK}{node}").modified
+        return 0.0
+
+    def newest_write(self) -> float:
+        """The latest time of any of our own documents: the store's clock has come that far."""
+        return max((info.modified for info in self.store.list(f"{_OWN}/")), default=0.0)
+
+    def holds(self, store_time: float) -> tuple[set[str], bool]:
+        """Save ids that a live hold protects, and whether one that cannot be read may be live."""
+        protected, unknown = set(), False
+        for info in self.store.list(_HOLDS):
+            with contextlib.suppress(NotFoundError):
+                try:
+                    document = parse(Hold, self.store.get(info.key)[0])
+                except InputError:
+                    unknown = True
+                else:
+                    if info.modified + document.seconds > store_time:
+                        protected.add(document.save_id)
+        return protected, unknown
+
+    def leftovers(self, store_time: float, older_than: float) -> Iterator[tuple[ObjectInfo, str]]:
+        """Small objects of our own that nobody comes back for, each with a reason.
+
+        Args:
+            store_time: now, by the store's own clock.
+            older_than: seconds since an object was last written.
+        """
+        for prefix, what in (
+            (PROBE, "a probe that was killed left it"),
+            (_CLOCK, "nobody has asked for the time under this name since"),
+            (_HOLDS, "the hold is over; its restore was killed"),
+        ):
+            for info in self.store.list(prefix):
+                if store_time - info.modified >= older_than and (
+                    prefix != _HOLDS or self._is_over(info, store_time)
+                ):
+                    yield info, what
+
+    def _is_over(self, info: ObjectInfo, store_time: float) -> bool:
+        """Whether a hold has been over for as long again as it held; not one that is unreadable."""
+        with contextlib.suppress(NotFoundError, InputError):
+            document = parse(Hold, self.store.get(info.key)[0])
+            return info.modified + 2 * document.seconds <= store_time
+        return False
 
     # ---- documents
 

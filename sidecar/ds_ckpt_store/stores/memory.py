@@ -59,6 +59,7 @@ class StoredObject:
 class _Unfinished:
     key: str
     metadata: Mapping[str, str]
+    modified: float
     parts: dict[int, tuple[bytes, str]] = field(default_factory=dict)
 
 
@@ -229,7 +230,9 @@ class MemoryStore:
             raise RefusedError("begin", key, f"{size} bytes are too many for one object")
         with self.bucket.lock:
             token = self.bucket.fresh("upload")
-            self.bucket.unfinished[token] = _Unfinished(key, dict(metadata))
+            self.bucket.unfinished[token] = _Unfinished(
+                key, dict(metadata), self.bucket.clock.time()
+            )
         return Upload(key, token)
 
     def put_part(self, upload: Upload, number: int, source: Source) -> Part:
@@ -242,7 +245,9 @@ class MemoryStore:
         data = self._receive("put_part", upload.key, source)
         with self.bucket.lock:
             token = self.bucket.fresh("part")
-            self._find_upload("put_part", upload).parts[number] = (data, token)
+            unfinished = self._find_upload("put_part", upload)
+            unfinished.parts[number] = (data, token)
+            unfinished.modified = self.bucket.clock.time()
         written = self._proof is Proof.WRITTEN_CHECKSUM
         return Part(number, len(data), crc32c(data) if written else source.crc32c, token)
 
@@ -273,7 +278,7 @@ class MemoryStore:
         """Unfinished uploads, as they were when the listing began."""
         with self.bucket.lock:
             found = [
-                Upload(item.key, token)
+                Upload(item.key, token, item.modified)
                 for token, item in self.bucket.unfinished.items()
                 if item.key.startswith(prefix)
             ]

@@ -142,10 +142,18 @@ class FileSource:
 
 @dataclass(frozen=True)
 class Upload:
-    """An unfinished multipart upload; ``token`` is the provider's own text, for the journal."""
+    """An unfinished multipart upload.
+
+    Attributes:
+        key: of the object to be.
+        token: the provider's own text, for the journal.
+        modified: when it was begun or last written to, as far as a listing tells: seconds since
+            the epoch by the store's own clock, or 0.
+    """
 
     key: str
     token: str
+    modified: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)

@@ -176,9 +176,11 @@ class Uploads:
         for name in names:
             token, _, kind = name.partition(".")
             if kind == "parts":
-                lines = _lines(os.path.join(self._folder.temporary, name), only_first=True)
+                path = os.path.join(self._folder.temporary, name)
+                lines = _lines(path, only_first=True)
                 if lines and str(lines[0]["key"]).startswith(prefix):
-                    yield Upload(str(lines[0]["key"]), token)
+                    with contextlib.suppress(FileNotFoundError):  # it is over meanwhile
+                        yield Upload(str(lines[0]["key"]), token, os.stat(path).st_mtime)
 
     def damage(self, upload: Upload) -> None:
         """Change the first byte of what is held, for the trial at start."""

@@ -360,7 +360,8 @@ class S3Store:
             for page in pages:
                 for item in page.get("Uploads", ()):
                     key = item["Key"].removeprefix(self._root)
-                    found.append(Upload(key, item["UploadId"]))
+                    begun = item["Initiated"].timestamp() if "Initiated" in item else 0.0
+                    found.append(Upload(key, item["UploadId"], begun))
         yield from found
 
     def refuses_corruption(self, proof: Proof, key: str) -> bool:
