@@ -30,19 +30,30 @@ Streams = Annotated[int, typer.Option(min=1, max=256, help="Requests at a time a
 
 
 @contextlib.contextmanager
-def _reading(
+def opened(
     url: str,
     stall_seconds: float | None = None,
     on_retry: Callable[[Retry], None] | None = None,
 ) -> Iterator[Store]:
+    """A store whose calls are repeated; closed at the end."""
     settings = check(ReadSettings, stall_seconds=stall_seconds)
     store = open_store(
         url.rstrip("/") if not url.endswith("://") else url, stall_seconds=settings.stall_seconds
     )
     try:
-        yield for_reading(RetryStore(store, SystemClock(), system_random(), on_retry=on_retry))
+        yield RetryStore(store, SystemClock(), system_random(), on_retry=on_retry)
     finally:
         store.close()
+
+
+@contextlib.contextmanager
+def _reading(
+    url: str,
+    stall_seconds: float | None = None,
+    on_retry: Callable[[Retry], None] | None = None,
+) -> Iterator[Store]:
+    with opened(url, stall_seconds, on_retry) as store:
+        yield for_reading(store)
 
 
 @contextlib.contextmanager

@@ -101,7 +101,6 @@ class _Sweep:
     dry_run: bool
     check: Callable[[], None]
     now: float
-    lease: tuple[Owner, float] | None
     uploads: dict[str, list[Upload]] = field(default_factory=dict)
     foreseen: dict[str, Literal["committed", "abandoned"]] = field(default_factory=dict)
     newest: Record | None = None
@@ -157,11 +156,9 @@ class Collector:
         Raises:
             StoreError: the store did not answer, or does not let us decide on a save. What is not
                 allowed to be removed is in :attr:`left` instead.
-            DamagedError, UnknownSchemaError: the lease cannot be read.
         """
         self.left, self.foreign, self.pointed = [], 0, None
-        now = self._store_time(dry_run)
-        sweep = _Sweep(dry_run, check, now, self._catalog.lease())
+        sweep = _Sweep(dry_run, check, self._store_time(dry_run))
         for upload in self._uploads():
             sweep.uploads.setdefault(_place(upload.key), []).append(upload)
         yield from self._saves(sweep)
@@ -247,9 +244,13 @@ class Collector:
         self, sweep: _Sweep, intent: Intent, found: Commit, objects_written: float
     ) -> str:
         """Why a save that lacks something may still be finished, as a sentence; empty if dead."""
-        if sweep.lease is None:
+        try:
+            lease = self._catalog.lease()
+        except _UNREADABLE as error:
+            return f"nobody can tell whether its attempt is over: {error}"
+        if lease is None:
             return "there is no lease, so nobody can tell whether its attempt is over"
-        owner, renewed = sweep.lease
+        owner, renewed = lease
         is_ours = owner.run_id == self._run_id
         is_newest = is_ours and intent.attempt == owner.attempt
         at_work = is_ours and sweep.now - renewed < self._patience
