@@ -194,6 +194,7 @@ class Restore:
                     "exist; make it, or mount the volume"
                 )
             volume.fs.make_folder(volume.path)
+        volume.refuse_links()
         volume.fs.make_folder(volume.restoring)
 
     @staticmethod

@@ -340,6 +340,20 @@ class Small(Filesystem):
         return Space(100 * MIB, 65 * MIB)
 
 
+@pytest.mark.parametrize("name", ["restoring", "aside"])
+def test_a_folder_of_ours_that_is_a_link_is_refused_and_not_emptied(
+    scene: Scene, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "outside/home").mkdir(parents=True)
+    (tmp_path / "outside/home/file").write_bytes(b"precious")
+    (scene.folder / ".ds_ckpt").mkdir()
+    (scene.folder / ".ds_ckpt" / name).symlink_to(tmp_path / "outside")
+    scene.prefix.commit("t")
+    with pytest.raises(SettingsError, match="link"):
+        scene.restore()
+    assert (tmp_path / "outside/home/file").read_bytes() == b"precious"
+
+
 def test_no_room_is_said_before_a_byte_moves(scene: Scene) -> None:
     scene.prefix.commit("t", {"x": bytes(2 * MIB)})
     with pytest.raises(NoRoomError, match=f"needs {2 * MIB} more"):

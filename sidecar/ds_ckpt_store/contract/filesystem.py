@@ -22,6 +22,7 @@ from ds_ckpt_store.errors import ManifestError
 FILE_MODE = 0o664
 FOLDER_MODE = 0o2775
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9]+\.[0-9a-f]{8}\.tmp")
+MAX_DEPTH = 512  # no deeper than a path that we hand over can be
 _STAYS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR)
 
 
@@ -355,16 +356,41 @@ class Filesystem:
         return True
 
     def remove_tree(self, path: str) -> None:
-        """Remove a folder of our own with all that is in it; links are removed, not followed."""
-        state = self.stat(path)
-        if state is None:
+        """Remove a folder of our own with all that is in it; links are removed, not followed.
+
+        Not even one that takes a folder's place while this is at work.
+        """
+        folder, name = os.path.split(path)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._remove_at(parent, name, MAX_DEPTH)
+            finally:
+                os.close(parent)
+
+    def _remove_at(self, parent: int, name: str, depth: int) -> None:
+        if not depth:
+            raise OSError(errno.ELOOP, f"more than {MAX_DEPTH} folders within each other", name)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            folder = os.open(name, flags, dir_fd=parent)
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=parent)
             return
-        if not state.is_folder:
-            self.unlink(path)
-            return
-        for name in self.names(path):
-            self.remove_tree(f"{path}/{name}")
-        self.remove_folder(path)
+        try:
+            for inner in os.listdir(folder):
+                with contextlib.suppress(FileNotFoundError):
+                    self._remove_at(folder, inner, depth - 1)
+        finally:
+            os.close(folder)
+        try:
+            os.rmdir(name, dir_fd=parent)
+        except OSError as error:
+            if error.errno not in _STAYS:
+                raise
 
     def sync_file(self, path: str) -> None:
         """fsync a file and the name that it has."""

@@ -337,8 +337,8 @@ class Restored(Document):
 
     source: str
     run_id: str
-    save_id: str
-    tag: str
+    save_id: SaveId
+    tag: Tag
     time_ms: TimeMs
     epoch: int
     step: int | None = None

@@ -74,14 +74,30 @@ class Volume:
         """Make the folders of the layout.
 
         Raises:
-            SettingsError: the volume itself does not exist.
+            SettingsError: the volume itself does not exist, or a folder of ours is none.
             OSError: a folder cannot be made.
         """
         state = self.fs.stat(self.path)
         if state is None and not os.path.isdir(self.path):
             raise SettingsError(f"the volume {self.path} does not exist: mount it, or make it")
+        self.refuse_links()
         for folder in (self.outbox, self.pieces, self.links, self.status):
             self.fs.make_folder(folder)
+
+    def refuse_links(self) -> None:
+        """See that our own folders are folders: through a link we would write and remove elsewhere.
+
+        Raises:
+            SettingsError: one is a link, or no folder; names it.
+        """
+        below = (self.outbox, self.pieces, self.links, self.status)
+        for path in (self.own, *below, self.restoring, self.aside, self.trash):
+            state = self.fs.stat(path)
+            if state is not None and not state.is_folder:
+                raise SettingsError(
+                    f"{path} must be a folder of its own, and is a link or a file: nothing was "
+                    "touched; find out who made it, and remove it"
+                )
 
     def unchangeable(self) -> list[str]:
         """Folders in which a sidecar must make or remove names, and this process may not."""

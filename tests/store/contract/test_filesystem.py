@@ -198,6 +198,25 @@ def test_a_tree_is_removed_without_following_links(fs: Filesystem, root: Path) -
     assert (root.parent / "secret/file").read_bytes() == b"secret"
 
 
+def test_a_link_that_takes_the_place_of_a_folder_under_removal_is_not_followed(
+    fs: Filesystem, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names_of, looked = os.listdir, 0
+
+    def swap(path: str | int) -> list[str]:
+        nonlocal looked
+        looked += 1
+        if looked == 2:  # a/b is known for a folder, and is about to be listed
+            (root / "a/b").rename(root / "moved")
+            (root / "a/b").symlink_to(root.parent / "secret")
+        return names_of(path)
+
+    monkeypatch.setattr(os, "listdir", swap)
+    fs.remove_tree(str(root / "a"))
+    assert looked == 2
+    assert (root.parent / "secret/file").read_bytes() == b"secret"
+
+
 def test_a_walk_sees_regular_files_only(fs: Filesystem, root: Path) -> None:
     (root / "a/out").symlink_to(root.parent / "secret")
     (root / "a/link").symlink_to("b/file")
