@@ -26,9 +26,12 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from pydantic import ValidationError
+
 from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.clock import fresh_token
 from ds_ckpt_store.contract.manifest import (
+    MAX_DOCUMENT_BYTES,
     Document,
     NodeManifest,
     SaveInfo,
@@ -61,6 +64,7 @@ _CLOCK = f"{_OWN}/clock/"
 _REMEMBERED_ATTEMPTS = 1000
 STALE_AFTER = 600.0
 HOLD_SECONDS = 3600
+MAX_HOLD_BYTES = 4096
 DECIDING_ROUNDS = 10
 
 
@@ -263,13 +267,22 @@ class Catalog:
             self._need(f"{_RECEIPTS}{intent.save_id}/{node}.json", Receipt) for node in intent.nodes
         ]
         fields = intent.model_dump(include={*SaveInfo.model_fields, "epoch"})
-        record = Record(
-            **fields,
-            state="committed",
-            files=sorted((f for r in receipts for f in r.files), key=lambda f: f.path),
-            companions=sorted((f for r in receipts for f in r.companions), key=lambda f: f.path),
-            nonce=fresh_token(self._rng),
-        )
+        try:
+            record = Record(
+                **fields,
+                state="committed",
+                files=sorted((f for r in receipts for f in r.files), key=lambda f: f.path),
+                companions=sorted(
+                    (f for r in receipts for f in r.companions), key=lambda f: f.path
+                ),
+                nonce=fresh_token(self._rng),
+            )
+        except ValidationError as error:
+            raise DamagedError(
+                f"{intent.folder}: what its receipts say together is no record: "
+                f"{error.errors(include_url=False, include_input=False)[0]['msg']}; the save "
+                "cannot be committed and its local copies are kept"
+            ) from None
         sizes = {info.key: info.size for info in self.store.list(f"{record.folder}/")}
         objects = record.objects()
         if len({key for key, _ in objects}) != len(objects):
@@ -320,6 +333,9 @@ class Catalog:
         for info in self.store.list(_RECORDS):
             cached = self._cache.get(info.key)
             if cached is None or not info.version or cached[0] != info.version:
+                if info.size > MAX_DOCUMENT_BYTES:
+                    self.damaged[info.key] = f"{self.store.url}/{info.key} has {info.size} bytes"
+                    continue
                 read = self._read_or_note(info.key, Record)
                 if read is None:
                     continue
@@ -447,7 +463,7 @@ class Catalog:
         protected = set()
         for info in self.store.list(_HOLDS):
             with contextlib.suppress(NotFoundError, InputError):
-                document = parse(Hold, self.store.get(info.key)[0])
+                document = self._read_hold(info)
                 if info.modified + document.seconds > store_time:
                     protected.add(document.save_id)
                 elif info.modified + 2 * document.seconds <= store_time:
@@ -515,7 +531,7 @@ class Catalog:
         for info in self.store.list(_HOLDS):
             with contextlib.suppress(NotFoundError):
                 try:
-                    document = parse(Hold, self.store.get(info.key)[0])
+                    document = self._read_hold(info)
                 except InputError:
                     unknown = True
                 else:
@@ -544,9 +560,14 @@ class Catalog:
     def _is_over(self, info: ObjectInfo, store_time: float) -> bool:
         """Whether a hold has been over for as long again as it held; not one that is unreadable."""
         with contextlib.suppress(NotFoundError, InputError):
-            document = parse(Hold, self.store.get(info.key)[0])
-            return info.modified + 2 * document.seconds <= store_time
+            return info.modified + 2 * self._read_hold(info).seconds <= store_time
         return False
+
+    def _read_hold(self, info: ObjectInfo) -> Hold:
+        """A hold. Who only reads checkpoints may write these: nothing large is even fetched."""
+        if info.size > MAX_HOLD_BYTES:
+            raise ManifestError(f"{info.key} has {info.size} bytes: {MAX_HOLD_BYTES} is the most")
+        return parse(Hold, self.store.get(info.key)[0])
 
     # ---- documents
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.manifest import (
@@ -18,9 +18,11 @@ from ds_ckpt_store.contract.manifest import (
     Identifier,
     Natural,
     RelativePath,
+    SaveId,
     SaveInfo,
 )
 
+LONGEST_HOLD = 86_400  # seconds; who may only hold must not keep a checkpoint for ever by one write
 RecordState = Literal["committed", "abandoned", "deleted"]
 
 
@@ -43,7 +45,16 @@ class StoredFile(BaseModel):
     sha256: str | None = None
 
 
+def _beside(files: list[StoredFile]) -> list[StoredFile]:
+    """Companions get their names beside the tag's folder: bare names, and not the pointer's."""
+    for entry in files:
+        if "/" in entry.path or entry.path == names.LATEST:
+            raise ValueError(f"{entry.path!r} is no name of a companion")
+    return files
+
+
 Files = Annotated[list[StoredFile], Field(max_length=10 * MAX_SHARDS)]
+Companions = Annotated[Files, AfterValidator(_beside)]
 
 
 class Owner(Document):
@@ -75,7 +86,7 @@ class Receipt(Document):
     save_id: str
     node: str
     files: Files
-    companions: Files = []
+    companions: Companions = []
     proof: str
 
 
@@ -85,10 +96,16 @@ class Record(SaveInfo):
     state: RecordState
     epoch: int
     files: Files = []
-    companions: Files = []
+    companions: Companions = []
     reason: str = ""
     purged: bool = False
     nonce: str = ""
+
+    @model_validator(mode="after")
+    def _is_placeable(self) -> Record:
+        if self.tag.split("/", 1)[0] in {entry.path for entry in self.companions}:
+            raise ValueError("a companion has the name of the tag's folder")
+        return self
 
     @property
     def order(self) -> tuple[int, int, str]:
@@ -111,6 +128,6 @@ class Record(SaveInfo):
 class Hold(Document):
     """A restore in progress; keeps one record from retention, ``seconds`` after each write."""
 
-    save_id: str
-    seconds: int
+    save_id: SaveId
+    seconds: Annotated[int, Field(ge=0, le=LONGEST_HOLD)]
     nonce: str
