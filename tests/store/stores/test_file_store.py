@@ -99,6 +99,26 @@ def test_a_link_is_no_object(store: FileStore, root: Path, tmp_path: Path) -> No
         store.get("link")
 
 
+def test_no_key_leads_through_a_link(store: FileStore, root: Path, tmp_path: Path) -> None:
+    store.put("k", BytesSource(b"x"))
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/x").write_bytes(b"precious")
+    (root / "out").symlink_to(tmp_path / "outside")
+    for call in (
+        lambda: store.put("out/x", BytesSource(b"evil")),
+        lambda: store.put("out/new", BytesSource(b"evil"), condition=IfAbsent()),
+        lambda: store.get("out/x"),
+        lambda: store.head("out/x"),
+        lambda: store.read("out/x", 0, 1, lambda view: None),
+        lambda: store.delete("out/x"),
+        lambda: store.begin("out/x", 1, {}),
+    ):
+        with pytest.raises(RefusedError, match="link"):
+            call()
+    assert (tmp_path / "outside/x").read_bytes() == b"precious"
+    assert os.listdir(tmp_path / "outside") == ["x"]
+
+
 # ---- full, forbidden
 
 

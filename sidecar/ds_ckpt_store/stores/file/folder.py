@@ -63,7 +63,8 @@ class Folder:
         """The file of a key.
 
         Raises:
-            RefusedError: the key is no path below the folder, or names what is not the user's.
+            RefusedError: the key is no path below the folder, leads through a link, or names what
+                is not the user's.
         """
         components = key.split("/")
         if any(part in ("", ".", "..") for part in components) or "\0" in key:
@@ -72,6 +73,11 @@ class Folder:
             raise RefusedError(operation, key, f"{TEMPORARY} is the store's own")
         if any(_SILLY.fullmatch(part) for part in components):
             raise RefusedError(operation, key, "is a name that NFS gives to removed files")
+        folder = self.root
+        for component in components[:-1]:
+            folder = os.path.join(folder, component)
+            if os.path.islink(folder):
+                raise RefusedError(operation, key, f"leads through a link, {folder}")
         return os.path.join(self.root, *components)
 
     @contextlib.contextmanager
