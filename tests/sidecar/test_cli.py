@@ -347,6 +347,10 @@ def test_a_destination_whose_parent_does_not_exist_is_named(tmp_path: Path) -> N
     assert "no/such" in result.stderr
 
 
+ACCOUNT = {"DS_CKPT_AZURE_ACCOUNT": "account"}
+SSE_C = {"DS_CKPT_S3_ENCRYPTION": "sse-c"}
+
+
 @pytest.mark.parametrize(
     ("url", "environ"),
     [
@@ -359,6 +363,11 @@ def test_a_destination_whose_parent_does_not_exist_is_named(tmp_path: Path) -> N
         ("az://container/x", {"DS_CKPT_AZURE_ENDPOINT": "https://host/account?sig=SECRET"}),
         ("gs://bucket/x", {"DS_CKPT_GCS_ENDPOINT": "https://u:SECRET@host"}),
         ("s3://bucket/x", {"DS_CKPT_S3_ENDPOINT": "https://u:SECRET@host"}),
+        # The secret itself, where the name of its file belongs.
+        ("az://container/x", {**ACCOUNT, "DS_CKPT_AZURE_SAS_FILE": "sv=1&sig=SECRET"}),
+        ("az://container/x", {**ACCOUNT, "DS_CKPT_AZURE_CPK_FILE": "/SECRET+/" * 4 + "SECRETs="}),
+        ("s3://bucket/x", {**SSE_C, "DS_CKPT_S3_SSE_C_KEY_FILE": "SECRET/" * 6 + "a="}),
+        ("sftp://host/x", {"DS_CKPT_FSSPEC_OPTIONS_FILE": '{"password": "SECRET"}'}),
     ],
 )
 def test_what_is_refused_for_its_secret_is_named_without_it(

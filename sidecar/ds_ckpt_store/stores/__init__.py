@@ -37,6 +37,14 @@ def shown(url: str) -> str:
     return f"{parts.scheme}://{host}{parts.path}{rest}"
 
 
+def shown_path(path: str) -> str:
+    """A path for a message; one that looks like the secret itself, set in its file's place, is not.
+
+    Keys are written in base64 or hexadecimal, signatures and options with ``=``, ``&`` and ``{``.
+    """
+    return "..." if re.search(r"[={&]|^[0-9A-Fa-f]{32,}$", path.strip()) else repr(path)
+
+
 def bucket_and_prefix(url: str, shape: str) -> tuple[str, str]:
     """The bucket of ``scheme://bucket/prefix``, and the prefix without slashes at its ends.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 from ds_ckpt_store.errors import SettingsError
-from ds_ckpt_store.stores import shown
+from ds_ckpt_store.stores import shown, shown_path
 
 PUBLIC_CLOUD = "blob.core.windows.net"
 TIERS = ("Hot", "Cool", "Cold")
@@ -242,7 +242,7 @@ def _key(name: str, text: str) -> str:
 def _file(environ: Mapping[str, str], name: str) -> str | None:
     path = environ.get(name) or None
     if path is not None and not os.path.exists(path):
-        raise SettingsError(f"{name}={path!r}: there is no such file")
+        raise SettingsError(f"{name}={shown_path(path)}: there is no such file")
     return path
 
 

@@ -22,6 +22,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import get_filesystem_class, known_implementations, registry
 
 from ds_ckpt_store.errors import SettingsError
+from ds_ckpt_store.stores import PROVIDERS, shown_path
 
 OPTIONS = "DS_CKPT_FSSPEC_OPTIONS"
 OPTIONS_FILE = "DS_CKPT_FSSPEC_OPTIONS_FILE"
@@ -100,8 +101,6 @@ class FsspecOptions:
 
 
 def _kind(url: str, protocol: str) -> Any:
-    from ds_ckpt_store.stores import PROVIDERS
-
     if "::" in url:
         raise SettingsError(f"{url!r}: a chain of file systems is no destination")
     if protocol not in {*known_implementations, *registry}:
@@ -147,7 +146,10 @@ def _given_options(environ: Mapping[str, str]) -> dict[str, Any]:
             with open(path, encoding="utf-8") as file:
                 text = file.read()
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{OPTIONS_FILE}: {path!r} cannot be read: {error}") from None
+            why = error.strerror if isinstance(error, OSError) else str(error)
+            raise SettingsError(
+                f"{OPTIONS_FILE}={shown_path(path)}: cannot be read: {why}"
+            ) from None
         given.update(_object(text, OPTIONS_FILE))
     return given
 

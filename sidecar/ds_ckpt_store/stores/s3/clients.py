@@ -18,6 +18,7 @@ from botocore import exceptions as aws
 from botocore.config import Config
 
 from ds_ckpt_store.errors import SettingsError
+from ds_ckpt_store.stores import shown
 from ds_ckpt_store.stores.port import Proof
 from ds_ckpt_store.stores.s3.options import S3Options
 from ds_ckpt_store.stores.s3.signing import prepare
@@ -104,7 +105,7 @@ class Clients:
             )
         except (aws.BotoCoreError, ValueError) as error:
             raise SettingsError(f"{self._url}: boto3 cannot make a client: {error}") from error
-        self._where = str(client.meta.endpoint_url)
+        self._where = shown(str(client.meta.endpoint_url))
         self._options.check_endpoint(self._where)
         prepare(client)
         return client

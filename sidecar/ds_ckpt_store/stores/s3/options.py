@@ -21,7 +21,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from ds_ckpt_store.contract.names import is_data
 from ds_ckpt_store.errors import SettingsError
-from ds_ckpt_store.stores import shown
+from ds_ckpt_store.stores import shown, shown_path
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -258,7 +258,9 @@ def _customer_key(read: _Reader) -> bytes | None:
         with open(path, "rb") as file:
             data = file.read(1000)
     except OSError as error:
-        raise read.wrong(name, f"cannot be read: {error.strerror}") from error
+        raise SettingsError(
+            f"{_PREFIX}{name}={shown_path(path)}: cannot be read: {error.strerror}"
+        ) from None
     if len(data) == _KEY_BYTES:
         return data
     text = data.strip()
