@@ -443,11 +443,15 @@ class Syncer:
         if self._clock.monotonic() < self._retain_due:
             return
         pause = self._settings.retention_pause
-        self._take(self._attempt, ())
+        self._retain_due = self._clock.monotonic() + min(max(pause, 1.0), 300.0)
+        # Looked at and not renewed: a run that is over must not keep others out.
+        owner = self._catalog.owner()
+        if owner is None or (owner.run_id, owner.epoch) != (self._run_id, lease.epoch):
+            return
+        lease = Lease(lease.epoch, True, self._catalog.store_time(self._node))
         retention = Retention(self._catalog, self._run_id, self._settings.keep_last, pause)
         source = {trainer.resumed_from} if trainer and trainer.resumed_from else set()
-        done = retention.apply(self._leases[self._attempt], source)
-        self._retain_due = self._clock.monotonic() + min(max(pause, 1.0), 300.0)
+        done = retention.apply(lease, source)
         if done.deleted or done.purged:
             self._log.info(
                 "retention.applied",

@@ -158,6 +158,28 @@ def test_the_lease_is_given_back_when_the_trainer_has_finished(
     other_run(world)
 
 
+def test_retention_does_not_take_back_a_lease_that_was_given_back(
+    world: World, trainer: Trainer
+) -> None:
+    trainer.save("t", {"x": 10})
+    trainer.say(finished=True)
+
+    def touched() -> float:
+        own = (world.bucket.objects.get(f".ds_ckpt/{name}") for name in ("owner.json", clock))
+        return max(item.modified for item in own if item is not None)
+
+    clock = f"clock/{trainer.node}"
+    with world.running(trainer.volume.path, keep_last=1, retention_pause=0):
+        until(lambda: world.log.of("lease.released"))
+        for _ in range(2):  # retention comes back, again and again
+            before = touched()
+            until(lambda: touched() > before)  # noqa: B023
+        owner = world.catalog.owner()
+        assert owner is not None
+        assert owner.unfinished == []
+        other_run(world)
+
+
 # ---- what lies in the store
 
 
