@@ -43,6 +43,7 @@ from ds_ckpt_store.transfer.upload import LocalShard, Uploader
 
 DECIDED: frozenset[SaveState] = frozenset({"committed", "cleaned", "abandoned", "superseded"})
 _AS_HOPED = frozenset({"discovered", "uploading", "stored", "committed", "cleaned"})
+LONGEST_LOOK = 120.0  # seconds between two looks at receipts that count as waiting, at most
 RESTING: frozenset[SaveState] = frozenset({"quarantined", "held"})
 
 
@@ -63,7 +64,8 @@ class Save:
     reason: str = ""
     receipt_put: bool = False
     waiting_for: tuple[str, ...] = ()
-    waiting_since: float | None = None
+    waited: float = 0.0
+    looked: float | None = None
     record: Record | None = None
     bytes_done: int = 0
     due: float = 0.0
@@ -181,10 +183,11 @@ class Lifecycle:
                 self.enter(save, "quarantined", str(error))
                 return
             except ShardChangedError as error:
-                # Its bytes are gone: nobody can complete it, unless it was complete before.
-                reason = f"node {save.manifest.node}: {error}"
-                self._follow(save, self._catalog.abandon(intent, reason), superseded=str(error))
-                return
+                if not self._was_stored(save):
+                    # Its bytes are gone: nobody can complete it, unless it was complete before.
+                    reason = f"node {save.manifest.node}: {error}"
+                    self._follow(save, self._catalog.abandon(intent, reason), superseded=str(error))
+                    return
             record = self._commit(save, intent, lease)
         if record is not None:
             self._follow(save, record)
@@ -231,6 +234,19 @@ class Lifecycle:
         save.receipt_put = True
         self.enter(save, "stored")
 
+    def _was_stored(self, save: Save) -> bool:
+        """Whether an earlier start stored this node's part whole: then its files count no more."""
+        manifest = save.manifest
+        if manifest.node not in self._catalog.receipt_nodes(save.save_id):
+            return False
+        folder = self._catalog.store.list(f"{manifest.folder}/")
+        sizes = {info.key: info.size for info in folder}
+        if any(sizes.get(shard.key) != shard.size for shard in self._to_upload(manifest)):
+            return False
+        save.receipt_put, save.bytes_done = True, save.bytes_total
+        self.enter(save, "stored")
+        return True
+
     def _to_upload(self, manifest: NodeManifest) -> list[LocalShard]:
         return [
             LocalShard(
@@ -257,9 +273,12 @@ class Lifecycle:
             )
         if found.record is not None:
             return found.record
-        if save.waiting_since is None:
-            save.waiting_since = self._clock.monotonic()
+        now = self._clock.monotonic()
+        if save.looked is None:
             self._log.info("save.waiting", **self.facts(save), waiting_for=list(save.waiting_for))
+        else:
+            save.waited += min(now - save.looked, LONGEST_LOOK)
+        save.looked = now
         self.report(save)
         return self._give_up_waiting(save, intent, lease)
 
@@ -267,10 +286,10 @@ class Lifecycle:
         """Abandon a save whose attempt is over and whose missing nodes stay silent.
 
         The wait is counted in time in which the store answered us, since this process began to
-        wait; receipts are listed once more before the decision.
+        wait: while it was down, the others could not store anything either. Receipts are listed
+        once more before the decision.
         """
-        waited = self._clock.monotonic() - (save.waiting_since or 0.0)
-        if lease.newest or waited < self._abandon_seconds:
+        if lease.newest or save.waited < self._abandon_seconds:
             return None
         reason = f"nodes {', '.join(save.waiting_for)} did not store their shards"
         return self._catalog.abandon(intent, reason)

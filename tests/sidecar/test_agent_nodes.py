@@ -6,11 +6,22 @@ from pathlib import Path
 
 import pytest
 
+from ds_ckpt_sidecar.lifecycle import LONGEST_LOOK
+from ds_ckpt_store.contract.clock import SystemClock
 from ds_ckpt_store.errors import RefusedError
 from tests.sidecar.handoff import Trainer, save_together
 from tests.sidecar.world import World, contents, left_of_saves, status, until
 
 MIB = 1 << 20
+
+
+class LeapingClock(SystemClock):
+    """A clock on which hours pass in a moment."""
+
+    leaped = 0.0
+
+    def monotonic(self) -> float:
+        return super().monotonic() + self.leaped
 
 
 class Pair:
@@ -144,6 +155,59 @@ def test_a_save_that_one_node_lost_is_over_on_both_and_goes_when_a_later_one_is_
     assert world.states() == {"t": "abandoned", "u": "committed"}
     assert not set(lost) & set(left_of_saves(pair.paths[1]))
     assert later[1].file_name in str(left_of_saves(pair.paths[1]))
+
+
+def test_a_node_that_has_stored_its_part_does_not_lose_the_save_with_its_files(
+    world: World, pair: Pair, tmp_path: Path
+) -> None:
+    manifests = save_together(pair.nodes, "t", [{"rank0.pt": 50}, {"rank1.pt": 50}])
+    whole = pair.bytes("t")
+    world.once(pair.paths[0])
+    Path(pair.nodes[0].volume.journal).unlink()
+    pair.nodes[0].rewrite(manifests[0], "rank0.pt", b"x" * 50)
+    world.once(pair.paths[0])
+    assert status(pair.paths[0], manifests[0].save_id).state == "stored"
+    world.once(pair.paths[1])
+    assert world.states() == {"t": "committed"}
+    assert world.restored(tmp_path / "back") == whole
+
+
+def test_a_node_that_has_stored_its_part_gives_the_save_up_if_that_is_lost_too(
+    world: World, pair: Pair
+) -> None:
+    manifests = save_together(pair.nodes, "t", [{"rank0.pt": 50}, {"rank1.pt": 50}])
+    world.once(pair.paths[0])
+    Path(pair.nodes[0].volume.journal).unlink()
+    pair.nodes[0].rewrite(manifests[0], "rank0.pt", b"x" * 50)
+    world.catalog.delete_objects(world.keys("t@"))
+    world.once(pair.paths[0])
+    assert world.states() == {"t": "abandoned"}
+
+
+def test_an_agent_that_saw_both_attempts_gives_up_what_the_earlier_one_left(
+    world: World, pair: Pair
+) -> None:
+    pair.save("lost")
+    again = Trainer(pair.paths[0], time_ms=pair.nodes[0].time_ms + 60_000, seed=7)
+    again.say()
+    with world.running(pair.paths[0], abandon_seconds=0):
+        until(lambda: world.states() == {"lost": "abandoned"})
+
+
+def test_time_in_which_the_store_is_down_is_no_waiting(world: World, pair: Pair) -> None:
+    pair.save("slow")
+    world.once(pair.paths[0])
+    again = Trainer(pair.paths[0], time_ms=pair.nodes[0].time_ms + 60_000, seed=7)
+    again.say()
+    clock = LeapingClock()
+    with world.running(pair.paths[0], clock=clock, abandon_seconds=3 * LONGEST_LOOK):
+        until(lambda: world.log.of("save.waiting"))
+        clock.leaped = 7 * 3600.0  # nobody answered for hours, and now it does
+        looked = len(world.store.asked("list", "receipts"))
+        until(lambda: len(world.store.asked("list", "receipts")) > looked + 4)
+        assert world.states() == {}
+        world.once(pair.paths[1])
+        until(lambda: world.states() == {"slow": "committed"})
 
 
 def test_a_node_that_never_comes_back_is_given_up_only_when_its_attempt_is_over(

@@ -20,7 +20,7 @@ from typing import Any
 from ds_ckpt_sidecar.agent import Agent
 from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_store.catalog import Catalog
-from ds_ckpt_store.contract.clock import SystemClock
+from ds_ckpt_store.contract.clock import Clock, SystemClock
 from ds_ckpt_store.contract.digest import crc32c, to_hex
 from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.contract.manifest import SaveStatus
@@ -84,6 +84,7 @@ class World:
         *,
         store: Store | None = None,
         fs: Filesystem | None = None,
+        clock: Clock | None = None,
         **settings: Any,
     ) -> Agent:
         chosen = {"rescan_seconds": 0.05, "streams": 4, "part_mib": 5, **settings}
@@ -92,6 +93,7 @@ class World:
             store=store or self.store,
             volume=Volume(os.fspath(volume), fs),
             log=self.log,
+            clock=clock,
             rng=Hasty(),
         )
 
