@@ -6,8 +6,10 @@ reported, and the pass goes on with the next; only a lost lease or a request to 
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 from ds_ckpt_sidecar.journal import Journal
 from ds_ckpt_sidecar.lifecycle import DECIDED, RESTING, Lifecycle, Save
@@ -19,7 +21,7 @@ from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_store.catalog import Catalog, Lease
 from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.clock import Clock
-from ds_ckpt_store.contract.manifest import SaveState, SaveStatus, TrainerStatus
+from ds_ckpt_store.contract.manifest import Restored, SaveState, SaveStatus, TrainerStatus
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import (
     CkptError,
@@ -296,6 +298,8 @@ class Syncer:
             nodes=nodes,
             stale_after=self._settings.lease_stale_seconds,
         )
+        if lease.newest:  # what was the newest when it was asked for is not so any more
+            self._leases = {a: replace(each, newest=False) for a, each in self._leases.items()}
         self._leases[attempt] = lease
         self._renew_due = self._clock.monotonic() + self._settings.lease_renew_seconds
         facts = {"run_id": self._run_id, "attempt": attempt, "epoch": lease.epoch}
@@ -389,31 +393,50 @@ class Syncer:
         """Step 8 under the local rule: the newest committed saves stay, the rest may go.
 
         Of a save that was disturbed the other shards may be the only copy that there is: it goes
-        when a later one is committed.
+        when a later one is committed. While the ranks choose what to resume from, nothing goes.
         """
         committed = sorted(
             (save for save in self._saves.values() if save.state == "committed"),
             key=lambda save: (save.manifest.time_ms, save.save_id),
         )
         kept = committed[len(committed) - min(self._settings.keep_local, len(committed)) :]
-        for save in [s for s in self._saves.values() if s.state in DECIDED and s not in kept]:
-            reused = self._is_reused(save)
-            later = self._newest_committed[0] > save.manifest.time_ms
-            if save.state == "superseded" and not reused and not later:
-                continue
-            try:
-                if self._lifecycle.clean(save, folder_reused=reused):
-                    del self._saves[save.save_id]
-                    self._reporter.forget(save.save_id)
-            except OSError as error:
-                self._failures.error(
-                    f"clean {save.save_id}",
-                    "clean.failed",
-                    **self._lifecycle.facts(save),
-                    error=str(error),
-                )
-        if committed:
-            self._tidy_restored(committed[-1])
+        due = [s for s in self._saves.values() if s.state in DECIDED and s not in kept]
+        restored = self._passed_by(committed[-1]) if committed else None
+        if not due and restored is None:
+            return
+        try:
+            lock = self._volume.fs.try_lock(self._volume.cleaning_lock)
+        except OSError as error:  # no byte free: then cleaning is what is needed most
+            self._failures.error("clean", "clean.unlocked", error=str(error))
+            lock = None
+        else:
+            if lock is None:
+                return
+        try:
+            for save in due:
+                self._clean(save)
+            if restored is not None:
+                self._clean_restored(restored)
+        finally:
+            if lock is not None:
+                os.close(lock)
+
+    def _clean(self, save: Save) -> None:
+        reused = self._is_reused(save)
+        later = self._newest_committed[0] > save.manifest.time_ms
+        if save.state == "superseded" and not reused and not later:
+            return
+        try:
+            if self._lifecycle.clean(save, folder_reused=reused):
+                del self._saves[save.save_id]
+                self._reporter.forget(save.save_id)
+        except OSError as error:
+            self._failures.error(
+                f"clean {save.save_id}",
+                "clean.failed",
+                **self._lifecycle.facts(save),
+                error=str(error),
+            )
 
     def _is_reused(self, save: Save) -> bool:
         """Whether a later save of the same tag lives in the same folder."""
@@ -424,13 +447,20 @@ class Syncer:
             for other in self._saves.values()
         )
 
-    def _tidy_restored(self, newest: Save) -> None:
-        """The checkpoint that this volume was restored from goes once a later one is committed."""
+    def _passed_by(self, newest: Save) -> Restored | None:
+        """The checkpoint that this volume was restored from, if a later one is committed."""
         try:
             restored = self._volume.restored_from()
-            if restored is None or restored.time_ms >= newest.manifest.time_ms:
-                return
-            if self._settings.keep_local < 2 and self._local.remove_restored(restored):
+        except (CkptError, OSError) as error:
+            self._failures.error("clean restored", "clean.failed", error=str(error))
+            return None
+        if restored is None or restored.time_ms >= newest.manifest.time_ms:
+            return None
+        return restored if self._settings.keep_local < 2 else None
+
+    def _clean_restored(self, restored: Restored) -> None:
+        try:
+            if self._local.remove_restored(restored):
                 self._log.info("restored.cleaned", tag=restored.tag, save_id=restored.save_id)
         except (CkptError, OSError) as error:
             self._failures.error("clean restored", "clean.failed", error=str(error))

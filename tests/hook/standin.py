@@ -91,13 +91,13 @@ def end_earlier_attempts() -> None:
 class Job:
     """One attempt of a training job: a hook for each rank, on the volumes that they see."""
 
-    def __init__(self, volumes: Sequence[Path], **settings: Any) -> None:
+    def __init__(self, volumes: Sequence[Path], run: str = "run", **settings: Any) -> None:
         end_earlier_attempts()
         meeting = Meeting(len(volumes))
         self.volumes = list(volumes)
         self.hooks = [
             Hook(
-                Settings(run_id="run", **settings),
+                Settings(run_id=run, **settings),
                 rng=random.Random(os.urandom(8)),
                 connect=lambda _timeout, rank=rank: ThreadExchange(meeting, rank),
             )

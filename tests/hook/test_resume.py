@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ds_ckpt_hook import local
 from ds_ckpt_hook.errors import AgreementError
 from ds_ckpt_hook.local import Held
 from ds_ckpt_hook.remote import Committed
@@ -312,6 +315,67 @@ def test_saves_of_another_run_on_a_reused_volume_are_not_taken(folders: Folders)
     assert f"one/{MODEL}" in aside(volume)
 
 
+def test_the_sidecar_takes_nothing_away_from_the_first_look_until_latest_names_the_choice(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volumes = folders(2)
+    Job(volumes).save("one")
+    locks = [Volume(str(folder)) for folder in volumes]
+    seen: list[tuple[str, object]] = []
+    for name in ("is_whole", "set_aside", "point"):
+        real = getattr(local, name)
+
+        def watched(*arguments: Any, name: str = name, real: Any = real) -> Any:
+            seen.extend((name, v.fs.try_lock(v.cleaning_lock)) for v in locks)
+            return real(*arguments)
+
+        monkeypatch.setattr(local, name, watched)
+    assert Job(volumes).resume() == ["one", "one"]
+    assert {name for name, _ in seen} == {"is_whole", "set_aside", "point"}
+    assert {lock for _, lock in seen} == {None}
+    for volume in locks:
+        free = volume.fs.try_lock(volume.cleaning_lock)
+        assert free is not None
+        os.close(free)
+
+
+def test_a_resume_waits_for_a_sidecar_that_is_removing_and_not_for_ever(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volumes = folders(1)
+    Job(volumes).save("one")
+    volume = Volume(str(volumes[0]))
+    lock = volume.fs.try_lock(volume.cleaning_lock)
+    assert lock is not None
+    threading.Timer(0.5, os.close, [lock]).start()
+    assert Job(volumes).resume() == ["one"]
+    monkeypatch.setattr(local, "_CLEANING_SECONDS", 0.3)
+    lock = volume.fs.try_lock(volume.cleaning_lock)
+    assert lock is not None
+    with pytest.raises(AgreementError, match=r"has been removing saves .*cleaning\.lock"):
+        Job(volumes).resume()
+    os.close(lock)
+
+
+def test_a_run_goes_on_from_its_own_checkpoint_though_another_has_used_the_prefix(
+    folders: Folders, tmp_path: Path
+) -> None:
+    own, other = folders(2)
+    url = f"file://{tmp_path}/store"
+    mine = Job([own])
+    save = mine.save("mine")[0]
+    commit(url, [own], str(save.save_id))
+    theirs = Job([other], run="other")
+    save = theirs.save("theirs")[0]
+    commit(url, [other], str(save.save_id))
+    shutil.rmtree(own)
+    own.mkdir()
+    assert Job([own], destination=url).resume() == ["mine"]
+    shutil.rmtree(own)
+    own.mkdir()
+    assert Job([own], run="third", destination=url).resume() == ["theirs"]
+
+
 def test_an_unreadable_store_with_nothing_on_the_volumes_stops_the_start(folders: Folders) -> None:
     volumes = folders(2)
     with pytest.raises(AgreementError, match="scratch"):
@@ -356,8 +420,8 @@ def test_newest_is_by_epoch_then_time_and_never_by_the_tag() -> None:
         return Held(save_id, f"tag {save_id}", time_ms, attempt)
 
     committed = [
-        Committed("a", "z99", time_ms=50, epoch=1, attempt="old"),
-        Committed("b", "a01", time_ms=40, epoch=2, attempt="new"),
+        Committed("a", "z99", time_ms=50, epoch=1, attempt="old", run_id="run"),
+        Committed("b", "a01", time_ms=40, epoch=2, attempt="new", run_id="run"),
     ]
     old = held("c", 60, "old")
     new = held("d", 45, "new")

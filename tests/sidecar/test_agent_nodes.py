@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -225,3 +227,31 @@ def test_a_node_that_never_comes_back_is_given_up_only_when_its_attempt_is_over(
     world.once(pair.paths[0], abandon_seconds=0)
     assert world.states() == {"lost": "abandoned", "next": "committed"}
     assert world.keys("lost@") == []
+
+
+def test_an_agent_that_saw_an_attempt_begin_gives_its_save_up_once_a_newer_one_has_begun(
+    world: World, pair: Pair
+) -> None:
+    """Without being started again: what was the newest attempt is not so any more."""
+    pair.save("lost")
+    with world.running(pair.paths[0], abandon_seconds=0):
+        until(lambda: world.log.of("save.waiting"))
+        again = Trainer(pair.paths[0], time_ms=pair.nodes[0].time_ms + 60_000, seed=7)
+        again.say()
+        again.save("next", {"x": 10})
+        until(lambda: world.states() == {"lost": "abandoned", "next": "committed"})
+
+
+def test_nothing_leaves_a_volume_while_its_ranks_choose_what_to_resume_from(
+    world: World, trainer: Trainer
+) -> None:
+    for tag in ("a", "b"):
+        trainer.save(tag, {"x": 10})
+    lock = trainer.volume.fs.try_lock(trainer.volume.cleaning_lock)
+    assert lock is not None
+    with world.running(trainer.volume.path, keep_local=0):
+        until(lambda: world.states() == {"a": "committed", "b": "committed"})
+        time.sleep(0.3)
+        assert sorted(contents(Path(trainer.volume.path))) == ["a/x", "b/x", "latest"]
+        os.close(lock)
+        until(lambda: sorted(contents(Path(trainer.volume.path))) == ["b/x", "latest"])

@@ -17,9 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ds_ckpt_hook import deepspeed_files
+from ds_ckpt_hook.errors import NotPublishedError
 from ds_ckpt_hook.session import Session, restored_on
 from ds_ckpt_hook.settings import Place
 from ds_ckpt_store.contract import digest
+from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.manifest import NodeManifest, Shard
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import CkptError
@@ -27,6 +29,8 @@ from ds_ckpt_store.errors import CkptError
 logger = logging.getLogger("ds_ckpt_hook")
 
 _READERS = 4
+_CLEANING_SECONDS = 60.0
+_CLEANING_POLL = 0.2
 _LABEL = re.compile(r"[0-9a-f]{12}")
 
 
@@ -39,6 +43,29 @@ class Held:
     time_ms: int
     attempt: str
     manifest: NodeManifest | None = None
+
+
+def keep_from_cleaning(volume: Volume, clock: Clock) -> int:
+    """Keep the sidecar from taking saves away, for as long as the returned descriptor is open.
+
+    From the first look at what a volume holds until ``latest`` names what was agreed on: the
+    sidecar removes what is committed, and what ``latest`` names it leaves.
+
+    Raises:
+        NotPublishedError: the sidecar is at it for a minute already.
+        OSError: the lock cannot be opened.
+    """
+    until = clock.monotonic() + _CLEANING_SECONDS
+    while True:
+        lock = volume.fs.try_lock(volume.cleaning_lock)
+        if lock is not None:
+            return lock
+        if clock.monotonic() >= until:
+            raise NotPublishedError(
+                f"the sidecar has been removing saves for {_CLEANING_SECONDS:.0f} s (it holds "
+                f"{volume.cleaning_lock})"
+            )
+        clock.sleep(_CLEANING_POLL)
 
 
 def held_saves(session: Session, place: Place) -> dict[str, Held]:

@@ -31,6 +31,7 @@ class Committed:
     time_ms: int
     epoch: int
     attempt: str
+    run_id: str
 
 
 def committed(destination: str, clock: Clock, rng: random.Random) -> list[Committed]:
@@ -58,6 +59,7 @@ def committed(destination: str, clock: Clock, rng: random.Random) -> list[Commit
                 time_ms=record.time_ms,
                 epoch=record.epoch,
                 attempt=record.attempt,
+                run_id=record.run_id,
             )
             for record in records
         ]

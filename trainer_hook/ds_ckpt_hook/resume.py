@@ -11,6 +11,7 @@ training must not start, and the pods are restarted to try again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -90,7 +91,19 @@ def agree_on_resume(
 def _agree(
     hook: Hook, session: Session, place: Place, url: str | None, patience: float
 ) -> str | None:
-    offer, own = _offer(hook, session, place, url)
+    with contextlib.ExitStack() as stack:  # the sidecar takes nothing away meanwhile
+        return _agree_undisturbed(hook, session, place, url, patience, stack)
+
+
+def _agree_undisturbed(
+    hook: Hook,
+    session: Session,
+    place: Place,
+    url: str | None,
+    patience: float,
+    stack: contextlib.ExitStack,
+) -> str | None:
+    offer, own = _offer(hook, session, place, url, stack)
     offers: list[Offer] = hook.exchange.gather("resume: what is there", offer, timeout=patience)
     problems = [f"rank {rank}: {offer.error}" for rank, offer in enumerate(offers) if offer.error]
     if problems:
@@ -159,7 +172,7 @@ def _refuse_scratch(offers: Sequence[Offer], url: str | None, failures: Sequence
 
 
 def _offer(
-    hook: Hook, session: Session, place: Place, url: str | None
+    hook: Hook, session: Session, place: Place, url: str | None, stack: contextlib.ExitStack
 ) -> tuple[Offer, Mapping[str, Held]]:
     """What this rank tells the others, and what its volume holds with the manifests."""
     held: Mapping[str, Held] = {}
@@ -169,6 +182,7 @@ def _offer(
     store_error = ""
     if session.is_leader:
         try:
+            stack.callback(os.close, local.keep_from_cleaning(session.volume, hook.clock))
             held = local.held_saves(session, place)
             unmanaged = local.unmanaged(session, place)
             durable = local.known_durable(session, place)
@@ -178,7 +192,7 @@ def _offer(
         try:
             from ds_ckpt_hook import remote
 
-            committed = remote.committed(url, hook.clock, hook.rng)
+            committed = _of_this_run(session, remote.committed(url, hook.clock, hook.rng))
         except (CkptError, OSError, ImportError) as error:
             store_error = f"{url}: {reason_of(error)}"
     # Manifests may be large, and no other rank needs them.
@@ -192,6 +206,19 @@ def _offer(
         store_error=store_error,
     )
     return offer, held
+
+
+def _of_this_run(session: Session, committed: Sequence[Committed]) -> Sequence[Committed]:
+    """Checkpoints of this run; those of another only if this one has none.
+
+    Another run may have used the prefix meanwhile, and its checkpoints sort after ours. A run that
+    begins on a prefix which holds only another's goes on from there, and says so.
+    """
+    own = [record for record in committed if record.run_id == session.run_id]
+    if committed and not own:
+        runs = sorted({record.run_id for record in committed})
+        logger.warning("run %r has no checkpoint yet, %s has", session.run_id, ", ".join(runs))
+    return own or committed
 
 
 def rank_options(

@@ -16,6 +16,7 @@
         aside/<save_id or time>/...    resume, restore: what must not be loaded, kept
         trash/<save_id>/...            sidecar: shards renamed before they are compared and unlinked
         restore.lock                   restore: one at a time
+        cleaning.lock                  held while names in the trainer's folders are taken away
         journal.db, agent.lock         sidecar
 
 Nothing but this module builds such a path.
@@ -66,6 +67,7 @@ class Volume:
         self.trash = f"{self.own}/trash"
         self.journal = f"{self.own}/journal.db"
         self.lock = f"{self.own}/agent.lock"
+        self.cleaning_lock = f"{self.own}/cleaning.lock"
         self.restore_lock = f"{self.own}/restore.lock"
         self.limits = f"{self.own}/limits.json"
         self.restored = f"{self.own}/restored.json"
@@ -78,7 +80,7 @@ class Volume:
             OSError: a folder cannot be made.
         """
         state = self.fs.stat(self.path)
-        if state is None and not os.path.isdir(self.path):
+        if state is None and not self.fs.is_folder(self.path):
             raise SettingsError(f"the volume {self.path} does not exist: mount it, or make it")
         self.refuse_links()
         for folder in (self.outbox, self.pieces, self.links, self.status):
@@ -102,7 +104,7 @@ class Volume:
     def unchangeable(self) -> list[str]:
         """Folders in which a sidecar must make or remove names, and this process may not."""
         folders = (self.path, self.own, self.outbox, self.links, self.status)
-        return [path for path in folders if os.path.isdir(path) and not self.fs.may_change(path)]
+        return [path for path in folders if self.fs.is_folder(path) and not self.fs.may_change(path)]
 
     def node_id(self, *, durable: bool = True) -> str:
         """This volume's node id; whoever comes first makes it.
