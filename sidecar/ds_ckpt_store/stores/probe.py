@@ -40,6 +40,7 @@ from ds_ckpt_store.stores.port import (
     Source,
     Store,
 )
+from ds_ckpt_store.stores.reading_back import ReadingBack
 from ds_ckpt_store.stores.swap_by_create import SwapByCreate, has_versions
 
 PROBE = ".ds_ckpt/probe/"
@@ -147,6 +148,8 @@ def fit(store: Store, findings: Findings, *, allow_weak: bool = False) -> Store:
         WeakStoreError: it has no conditional create, and that was not allowed.
     """
     store.use_proof(findings.proof)
+    if findings.proof is Proof.READ_BACK:
+        store = ReadingBack(store, swaps=findings.swap)
     if not findings.conditional_create:
         if allow_weak:
             return CheckThenPut(store)
