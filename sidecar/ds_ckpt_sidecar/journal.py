@@ -22,6 +22,8 @@ from ds_ckpt_store.stores.port import Part, Upload
 
 SCHEMA = 1
 FLUSH_SECONDS = 0.5
+_LOCKED = (5, 6)  # SQLITE_BUSY, SQLITE_LOCKED
+_COPY_TRIES = 3
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS saves (
@@ -140,7 +142,7 @@ class Journal:
         if isinstance(error, sqlite3.OperationalError):
             self._db = self._in_memory(error)
             with contextlib.suppress(sqlite3.Error):
-                before.backup(self._db)
+                _copy(before, self._db)
             before.close()
         else:
             before.close()
@@ -215,6 +217,23 @@ class Journal:
     def log(self, save_id: str) -> JournalLog:
         """The part of the journal that an upload of one save reads and writes."""
         return self._logs.setdefault(save_id, JournalLog(self, save_id))
+
+
+def _copy(source: sqlite3.Connection, target: sqlite3.Connection) -> None:
+    """Copy all that can be read; sqlite3 itself would wait without end for one that is locked.
+
+    Raises:
+        sqlite3.Error: it stays locked, or is damaged.
+    """
+    tries = 0
+
+    def give_up(status: int, _remaining: int, _total: int) -> None:
+        nonlocal tries
+        tries += status in _LOCKED
+        if tries > _COPY_TRIES:
+            raise sqlite3.OperationalError("the database is locked")
+
+    source.backup(target, progress=give_up, sleep=0.05)
 
 
 class JournalLog:

@@ -190,3 +190,25 @@ def test_two_logs_of_one_save_know_the_same(path: str) -> None:
     journal.forget(SAVE)
     assert journal.log(SAVE).stored("k") is None
     journal.close()
+
+
+def test_a_journal_that_another_process_holds_locked_is_left_for_memory_and_not_waited_for(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two agents on a volume whose lock does not hold."""
+    filled(path)
+    warnings: list[str] = []
+    connect = sqlite3.connect
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda name, **options: connect(name, timeout=0.05, **options)
+    )
+    journal = Journal(path, warnings.append)
+    other = connect(path, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    journal.set_state(SAVE, "stored")
+    assert "going on in memory" in warnings[0]
+    entry = journal.entry(SAVE)
+    assert entry is not None
+    assert entry.state == "stored"
+    journal.close()
+    other.close()
