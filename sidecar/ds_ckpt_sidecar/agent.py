@@ -85,7 +85,7 @@ class Agent:
         self._clock = clock or SystemClock()
         self._rng = rng or system_random()
         self._open_journal = open_journal
-        check_preferred(settings.part_mib * MIB, store.capabilities)
+        check_preferred(settings.part_bytes, store.capabilities)
         self._budget = Budget(
             self._clock,
             streams=settings.streams,
@@ -138,6 +138,11 @@ class Agent:
                 f"{error.filename}: {error.strerror}: the agent runs as uid {os.geteuid()}; "
                 f"{_SHARED}"
             ) from None
+        except OSError as error:
+            raise SettingsError(
+                f"{error.filename}: {error.strerror}: the agent cannot begin its work on "
+                f"{self._volume.path}; make room there, or look at its disk, and start it again"
+            ) from None
         if lock is None:
             return 1 if once else 0
         if self._settings.priority == "low":
@@ -185,7 +190,7 @@ class Agent:
             store,
             self._executor,
             budget=self._budget,
-            part_size=self._settings.part_mib * MIB,
+            part_size=self._settings.part_bytes,
             clock=self._clock,
             keep_cached=self._settings.page_cache == "keep",
         )

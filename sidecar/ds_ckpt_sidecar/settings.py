@@ -20,6 +20,7 @@ from ds_ckpt_store.errors import SettingsError
 from ds_ckpt_store.retention import DEFAULT_PAUSE
 from ds_ckpt_store.stores import STALL_SECONDS
 from ds_ckpt_store.transfer.budget import STREAMS
+from ds_ckpt_store.transfer.plan import MIB
 
 Seconds = Annotated[float, Field(ge=0)]
 StallSeconds = Annotated[
@@ -109,6 +110,11 @@ class AgentSettings(BaseSettings):
     @classmethod
     def _without_slash(cls, value: str) -> str:
         return value.rstrip("/") if not value.endswith("://") else value
+
+    @property
+    def part_bytes(self) -> int:
+        """Preferred size of a part."""
+        return self.part_mib * MIB
 
     @property
     def lease_renew_seconds(self) -> float:

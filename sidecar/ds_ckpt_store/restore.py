@@ -187,8 +187,8 @@ class Restore:
 
     @staticmethod
     def _make_root(volume: Volume) -> None:
-        if not os.path.isdir(volume.path):
-            if not os.path.isdir(os.path.dirname(volume.path)):
+        if not volume.fs.is_folder(volume.path):
+            if not volume.fs.is_folder(os.path.dirname(volume.path)):
                 raise SettingsError(
                     f"cannot restore to {volume.path}: {os.path.dirname(volume.path)} does not "
                     "exist; make it, or mount the volume"

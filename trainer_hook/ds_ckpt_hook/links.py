@@ -58,8 +58,7 @@ def keep(fs: Filesystem, source: str, path: str, target: str) -> Kept:
     state = fs.stat(original)
     if state is None or not state.is_regular:
         raise FileNotFoundError(errno.ENOENT, "no regular file, or gone", original)
-    with contextlib.suppress(PermissionError):
-        os.chmod(original, state.mode & 0o7777 | 0o040)
+    fs.let_group_read(original, state.mode)
     fs.make_folder(os.path.dirname(name))
     protection: Protection = "hardlink"
     try:

@@ -191,6 +191,10 @@ class Filesystem:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def is_folder(self, path: str) -> bool:
+        """Whether a path leads to a folder, through links if need be."""
+        return os.path.isdir(path)
+
     def read(self, path: str, limit: int) -> bytes:
         """The whole of a small regular file.
 
@@ -331,6 +335,11 @@ class Filesystem:
             os.close(fd)
             return None
         return fd
+
+    def let_group_read(self, path: str, mode: int) -> None:
+        """Add the group's right to read to a file's mode, if it is ours to change."""
+        with contextlib.suppress(PermissionError):
+            os.chmod(path, mode & 0o7777 | 0o040)
 
     def link(self, source: str, target: str) -> None:
         """A hard link, not following a link at the end of ``source``."""

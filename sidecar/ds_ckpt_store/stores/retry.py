@@ -222,7 +222,22 @@ class RetryStore(Forwarding):
     # ---- how
 
     def _retry(self, call: Callable[[], T], *, ambiguous: bool = True) -> T:
+        try:
+            result = call()
+        except TransientError as error:
+            result = self._retry_after(error, call, ambiguous=ambiguous)
+        self._went_well = self._clock.monotonic()
+        return result
+
+    def _retry_after(self, first: TransientError, call: Callable[[], T], *, ambiguous: bool) -> T:
+        """Go on after the first try has failed."""
         failed: float | None = None  # when this call failed first
+        pending = [first]
+
+        def attempt() -> T:
+            if pending:
+                raise pending.pop()
+            return call()
 
         def may_heal(error: BaseException) -> bool:
             nonlocal failed
@@ -264,9 +279,7 @@ class RetryStore(Forwarding):
             sleep=self._clock.sleep,
             retry_error_callback=give_up,
         )
-        result = retrying(call)
-        self._went_well = self._clock.monotonic()
-        return result
+        return retrying(attempt)
 
     def _wait(self, state: tenacity.RetryCallState) -> float:
         policy = self._policy
