@@ -3,13 +3,16 @@
 # PYTHON   the interpreter that the virtual environment is made from
 # STORE    demo: file or s3          ZERO   demo: 0, 1, 2 or 3
 # JOBS     test: processes; servers and training make them wait, so one more than there are cores
-# ARGS     further arguments for pytest, the demo or a benchmark
+# SECONDS  soak: how long the hand is at work; SEED: of all that it draws
+# ARGS     further arguments for pytest, the demo, a benchmark or the soak
 # PIP_ARGS further arguments for `pip install` of torch, for instance an index with CPU wheels
 
 PYTHON ?= python3
 STORE ?= file
 ZERO ?= 2
 JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+SECONDS ?= 600
+SEED ?=
 ARGS ?=
 PIP_ARGS ?=
 
@@ -34,7 +37,7 @@ BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv servers test lint format demo bench bench-venv clean
+.PHONY: help venv servers test soak lint format demo bench bench-venv clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -75,6 +78,9 @@ $(SERVERS_STAMP):
 
 test: $(STAMP) $(SERVERS_STAMP) ## the tests; ARGS="-k restore -x" picks some
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+soak: $(STAMP) ## agents, trainers and a server, disturbed by a hand; SECONDS=600 SEED=7
+	$(BIN)/python -m tests.soak --seconds $(SECONDS) --seed "$(SEED)" $(ARGS)
 
 lint: $(STAMP) ## ruff, mypy --strict and the walls between the packages
 	$(BIN)/ruff check
