@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
 from ds_ckpt_store.contract.clock import SystemClock
-from ds_ckpt_store.errors import AccessError, TransientError, WeakStoreError
+from ds_ckpt_store.errors import AccessError, ThrottledError, TransientError, WeakStoreError
 from ds_ckpt_store.stores.check_then_put import CheckThenPut
 from ds_ckpt_store.stores.faulty import FaultyStore, Rule
 from ds_ckpt_store.stores.file import FileStore
 from ds_ckpt_store.stores.memory import MemoryBucket, MemoryStore
 from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, Proof, Store
 from ds_ckpt_store.stores.probe import fit, probe
+from ds_ckpt_store.stores.retry import RetryPolicy, RetryStore
 from ds_ckpt_store.stores.swap_by_create import SwapByCreate
 from tests.servers import S3
 
@@ -147,3 +149,32 @@ def test_nothing_is_concluded_from_a_failure(error) -> None:
     store = FaultyStore(memory(), [Rule("put", "fail-before", error=error, skip=2)])
     with pytest.raises(error):
         probe(store, random.Random(1))
+
+
+def count(operation: str) -> int:
+    """How often a probe calls this."""
+    store = FaultyStore(memory())
+    probe(store, random.Random(1))
+    return sum(call.operation == operation for call in store.calls)
+
+
+@pytest.mark.parametrize(
+    ("operation", "fault"),
+    [
+        ("put", Rule("put", "fail-after", error=ThrottledError)),
+        ("put", Rule("put", "fail-before", error=ThrottledError)),
+        ("get", Rule("get", "corrupt")),
+    ],
+    ids=["refused and applied", "refused", "changed on its way"],
+)
+def test_a_fault_at_any_call_changes_no_finding(
+    monkeypatch: pytest.MonkeyPatch, operation: str, fault: Rule
+) -> None:
+    """Sidecars that come to different findings would not see each other's swaps."""
+    monkeypatch.setattr("ds_ckpt_store.stores.probe.LONGEST_PAUSE", 0.05)
+    for skip in range(count(operation)):
+        store = FaultyStore(memory(), [dataclasses.replace(fault, skip=skip)])
+        patient = RetryStore(store, SystemClock(), random.Random(1), policy=RetryPolicy(base=1e-4))
+        findings = probe(patient, random.Random(1))
+        assert (findings.conditional_create, findings.swap) == (True, True), f"at {skip}"
+        assert (store.script[0].count or 0) < 1, "it happened"
