@@ -56,6 +56,20 @@ def test_every_design_record_is_in_the_index() -> None:
     assert numbers == [f"{number:04}" for number in range(1, len(records) + 1)]
 
 
+@pytest.mark.parametrize("document", ["docs/design/protocol.md", "SECURITY.md"])
+def test_every_test_that_holds_a_promise_is_there(document: str) -> None:
+    text = (ROOT / document).read_text()
+    named = set(re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", text))
+    assert len(named) > 30
+    missing = [
+        f"{path}::{name}"
+        for path, name in sorted(named)
+        if not (ROOT / path).exists()
+        or (name and not re.search(rf"^ *def {name}\(", (ROOT / path).read_text(), re.MULTILINE))
+    ]
+    assert missing == []
+
+
 def test_the_readme_names_targets_that_the_makefile_has() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = re.findall(r"^make ([a-z]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
