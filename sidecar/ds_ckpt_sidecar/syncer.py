@@ -170,7 +170,7 @@ class Syncer:
                 self._advanced(save)
                 self._tidy()
         self._tidy()
-        self._retain(trainer)
+        self._retain(trainer, check)
         self._release(trainer)
         self._reporter.error(troubled)
 
@@ -465,7 +465,7 @@ class Syncer:
         except (CkptError, OSError) as error:
             self._failures.error("clean restored", "clean.failed", error=str(error))
 
-    def _retain(self, trainer: TrainerStatus | None) -> None:
+    def _retain(self, trainer: TrainerStatus | None, check: Callable[[], None]) -> None:
         """Step 9."""
         lease = self._leases.get(self._attempt)
         if self._settings.keep_last is None or lease is None or not lease.newest:
@@ -481,7 +481,7 @@ class Syncer:
         lease = Lease(lease.epoch, True, self._catalog.store_time(self._node))
         retention = Retention(self._catalog, self._run_id, self._settings.keep_last, pause)
         source = {trainer.resumed_from} if trainer and trainer.resumed_from else set()
-        done = retention.apply(lease, source)
+        done = retention.apply(lease, source, check)
         if done.deleted or done.purged:
             self._log.info(
                 "retention.applied",

@@ -8,7 +8,7 @@ attempt resumed from, one that is further in training than the newest, and the l
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from ds_ckpt_store.catalog import Catalog, Lease
@@ -90,8 +90,19 @@ class Retention:
         self._keep_last = keep_last
         self._pause = pause
 
-    def apply(self, lease: Lease, resumed_from: Collection[str] = ()) -> Retained:
-        """One pass; does nothing unless ours is the newest epoch. Safe to repeat after a crash."""
+    def apply(
+        self,
+        lease: Lease,
+        resumed_from: Collection[str] = (),
+        check: Callable[[], None] = lambda: None,
+    ) -> Retained:
+        """One pass; does nothing unless ours is the newest epoch. Safe to repeat after a crash.
+
+        Args:
+            lease: ours, looked at just now.
+            resumed_from: saves that live attempts resumed from.
+            check: called before each deletion, of which there may be very many; may raise to stop.
+        """
         if not lease.newest:
             return Retained()
         records = self._catalog.records()
@@ -113,10 +124,10 @@ class Retention:
         ):
             if self._catalog.replace(record, state="deleted", reason="retention") is not None:
                 deleted.append(record.save_id)
-        purged, objects = self._purge(lease)
+        purged, objects = self._purge(lease, check)
         return Retained(tuple(deleted), purged, objects)
 
-    def _purge(self, lease: Lease) -> tuple[tuple[str, ...], int]:
+    def _purge(self, lease: Lease, check: Callable[[], None]) -> tuple[tuple[str, ...], int]:
         purged, objects = [], 0
         # A hold that came between our look at the holds and the swap keeps the objects at least.
         held = self._catalog.held(lease.store_time)
@@ -128,7 +139,9 @@ class Retention:
             age = lease.store_time - self._catalog.record_modified(record.save_id)
             if self._pause > 0 and age < self._pause:
                 continue
-            objects += self._catalog.delete_objects(key for key, _ in record.objects())
+            for key, _ in record.objects():
+                check()
+                objects += self._catalog.delete_objects([key])
             if self._catalog.replace(record, purged=True) is not None:
                 purged.append(record.save_id)
         return tuple(purged), objects

@@ -74,6 +74,21 @@ def test_a_forged_note_of_a_restore_takes_no_folder_for_its_own(
     assert world.states() == {"new": "committed"}
 
 
+@pytest.mark.parametrize("started", ["-1e999", "NaN", "Infinity", "-1e308", "1e308", "true"])
+def test_a_trainer_that_says_nonsense_of_its_start_does_not_damage_the_lease(
+    world: World, trainer: Trainer, started: str
+) -> None:
+    trainer.say()
+    path = Path(trainer.volume.status, "trainer.json")
+    told = {**json.loads(path.read_bytes()), "started": "NONSENSE"}
+    told.pop("checksum", None)
+    path.write_text(json.dumps(told).replace('"NONSENSE"', started))
+    trainer.save("t", {"x": 10})
+    world.once(trainer.volume.path)
+    assert world.states() == {"t": "committed"}
+    assert world.catalog.owner() is not None, "it can still be read"
+
+
 def test_folders_nested_without_end_do_not_end_the_agent(world: World, trainer: Trainer) -> None:
     old = trainer.save("old", {"x": 10})
     trainer.save("new", {"x": 10})

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ckpt_store.catalog import Lease
-from ds_ckpt_store.errors import RefusedError, StoreError
+from ds_ckpt_store.errors import PausedError, RefusedError, StoreError
 from ds_ckpt_store.records import Record
 from ds_ckpt_store.retention import Retained, Retention, expired
 from tests.store.prefix import NODE, Prefix
@@ -135,6 +135,27 @@ def test_nothing_is_given_up_while_latest_cannot_be_moved(prefix: Prefix) -> Non
     with pytest.raises(StoreError):
         retention(prefix).apply(lease(prefix))
     assert states(prefix) == {"old": "committed", "new": "committed"}
+
+
+def test_who_deletes_much_is_asked_before_each_and_may_stop(prefix: Prefix) -> None:
+    """A sidecar renews its lease and beats meanwhile, and ends when it is told to."""
+    files = {f"shard{number}.pt": b"x" for number in range(20)}
+    old, _ = prefix.commit("old", files), prefix.commit("new")
+    left = 7
+
+    def check() -> None:
+        nonlocal left
+        if left == 0:
+            raise PausedError("told to stop")
+        left -= 1
+
+    retention = Retention(prefix.catalog, "run", 1, pause=0)
+    with pytest.raises(PausedError):
+        retention.apply(Lease(1, True, prefix.catalog.store_time("t")), check=check)
+    assert len(prefix.stored_keys(old.folder)) == 13
+    done = retention.apply(Lease(1, True, prefix.catalog.store_time("t")))
+    assert done.purged == (old.save_id,)
+    assert prefix.stored_keys(old.folder) == []
 
 
 def test_only_what_the_record_lists_is_deleted(prefix: Prefix) -> None:
