@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ds_ckpt_sidecar.journal import Journal
@@ -73,6 +73,7 @@ class Syncer:
         self._lost: dict[str, str] = {}
         self._leases: dict[str, Lease] = {}
         self._attempt = ""
+        self._age: Callable[[], float] | None = None
         self._run_id = settings.run_id
         self._renew_due = 0.0
         self._retain_due = 0.0
@@ -182,7 +183,7 @@ class Syncer:
         if not self._attempt or self._released or self._clock.monotonic() < self._renew_due:
             return
         if self.unfinished() or self._trainer_lives():
-            self._take(self._attempt, ())
+            self._take(self._attempt, (), age=self._age)
 
     # ---- find
 
@@ -260,14 +261,16 @@ class Syncer:
         current = max(attempts, default="")
         if trainer is not None and trainer.run_id == self._run_id:
             current = trainer.attempt
-        for attempt in sorted(attempts - {current, *self._leases}):
-            self._take(attempt, ())
         new = current != self._attempt or current not in self._leases
         # A trainer that is gone, and left no work, is no reason to take a lease in its name.
         finished = trainer is not None and trainer.finished
         if current and new and (attempts or finished or self._trainer_lives()):
             self._attempt, self._released = current, False
-            self._take(current, trainer.nodes if trainer and trainer.attempt == current else ())
+            known = trainer if trainer is not None and trainer.attempt == current else None
+            self._age = self._age_of(known) if known is not None else None
+            self._take(current, self._nodes_of(current, known), age=self._age)
+        for attempt in sorted(attempts - {current, *self._leases}):
+            self._take(attempt, (), left_over=True)
         self.renew()
         return bool(self._leases)
 
@@ -289,7 +292,27 @@ class Syncer:
             self._discover()
         self._run_id = run_id
 
-    def _take(self, attempt: str, nodes: list[str] | tuple[()]) -> None:
+    def _nodes_of(self, attempt: str, trainer: TrainerStatus | None) -> set[str]:
+        """Nodes of an attempt, as its trainer and the saves on this volume name them."""
+        named = set(trainer.nodes) if trainer is not None else set()
+        for save in self._saves.values():
+            if save.manifest.attempt == attempt:
+                named.update(save.manifest.nodes)
+        return named
+
+    def _age_of(self, trainer: TrainerStatus) -> Callable[[], float] | None:
+        """How long ago the trainer's attempt began; it and we have one clock."""
+        started = trainer.started
+        return None if started is None else lambda: max(0.0, self._clock.time() - started)
+
+    def _take(
+        self,
+        attempt: str,
+        nodes: Collection[str],
+        *,
+        age: Callable[[], float] | None = None,
+        left_over: bool = False,
+    ) -> None:
         before = self._leases.get(attempt)
         lease = self._catalog.own(
             self._run_id,
@@ -297,6 +320,8 @@ class Syncer:
             self._node,
             nodes=nodes,
             stale_after=self._settings.lease_stale_seconds,
+            age=age,
+            left_over=left_over,
         )
         if lease.newest:  # what was the newest when it was asked for is not so any more
             self._leases = {a: replace(each, newest=False) for a, each in self._leases.items()}

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -62,6 +62,7 @@ _RECORDS = f"{_OWN}/checkpoints/"
 _HOLDS = f"{_OWN}/holds/"
 _CLOCK = f"{_OWN}/clock/"
 _REMEMBERED_ATTEMPTS = 1000
+_BEGAN_SLACK = 2.0  # seconds that a look at the store's clock may take
 STALE_AFTER = 600.0
 HOLD_SECONDS = 3600
 MAX_HOLD_BYTES = 4096
@@ -119,8 +120,14 @@ class Catalog:
         nodes: Collection[str] = (),
         finished: bool = False,
         stale_after: float = STALE_AFTER,
+        age: Callable[[], float] | None = None,
+        left_over: bool = False,
     ) -> Lease:
         """Take or renew the lease for one attempt of a run.
+
+        Which of two attempts is the newer one is told by when they began, on the store's clock:
+        attempt ids are made of some machine's clock, and a job that comes back on another machine
+        may have a slower one.
 
         Args:
             run_id: the run.
@@ -129,6 +136,8 @@ class Catalog:
             nodes: all nodes of the attempt, as far as known.
             finished: this node's trainer is finished and all its saves are decided.
             stale_after: seconds, by the store's clock, after which another run's lease is dead.
+            age: tells how many seconds ago the attempt began; None if this node cannot say.
+            left_over: a later attempt has begun on this node, so this one is not the newest.
 
         Raises:
             OwnershipError: another run holds a live lease; nothing was touched.
@@ -139,60 +148,81 @@ class Catalog:
             current = self._read(_OWNER, Owner)
             if current is None:
                 epoch = 1 + max((record.epoch for record in self.records()), default=0)
-                owner = self._owner(run_id, attempt, epoch, {}, set(nodes) | {node}, node, finished)
-                if (info := self._write(_OWNER, owner, IfAbsent())) is not None:
-                    return Lease(epoch, True, info.modified or self.store_time(node))
+                owner = _owner(
+                    Owner(
+                        run_id=run_id,
+                        attempt=attempt,
+                        epoch=epoch,
+                        attempts={},
+                        began=_at(attempt, self._began(node, age)),
+                        unfinished=sorted(set(nodes) | {node}),
+                        nonce=fresh_token(self._rng),
+                    ),
+                    node,
+                    finished=finished,
+                )
+                if self._write(_OWNER, owner, IfAbsent()) is not None:
+                    return Lease(epoch, True, self.store_time(node))
                 continue
             owner_now, info = current
             took_over = ""
+            began: dict[str, float] = owner_now.began
             if owner_now.run_id != run_id:
                 now = self.store_time(node)
-                age = now - info.modified
-                if owner_now.unfinished and age <= stale_after:
+                silent = now - info.modified
+                if owner_now.unfinished and silent <= stale_after:
                     raise OwnershipError(
                         f"{self.store.url} belongs to run {owner_now.run_id!r}, whose sidecar was "
-                        f"there {age:.0f} s ago: this is run {run_id!r}; use another prefix, or "
+                        f"there {silent:.0f} s ago: this is run {run_id!r}; use another prefix, or "
                         f"wait until that run has finished or has been silent for "
                         f"{stale_after:.0f} s"
                     )
                 took_over = owner_now.run_id
                 epoch, attempts, unfinished = owner_now.epoch + 1, {}, set(nodes) | {node}
+                began = _at(attempt, self._began(node, age))
             elif attempt in owner_now.attempts:
                 epoch = owner_now.attempts[attempt]
                 if epoch != owner_now.epoch:
                     return Lease(epoch, False, self.store_time(node))
                 attempts = owner_now.attempts
                 unfinished = set(owner_now.unfinished) | {node}
-            elif _is_earlier(attempt, owner_now.attempt):
-                # A save that an earlier attempt left behind: it must not outrank later ones.
-                return Lease(_epoch_before(attempt, owner_now), False, self.store_time(node))
             else:
+                since = None if left_over else self._began(node, age)
+                if left_over or _is_earlier(attempt, since, owner_now):
+                    # A save that an earlier attempt left behind: it must not outrank later ones.
+                    earlier = _epoch_before(attempt, since, owner_now)
+                    return Lease(earlier, False, self.store_time(node))
                 epoch, attempts = owner_now.epoch + 1, owner_now.attempts
                 unfinished = set(nodes) | {node}
-            owner = self._owner(run_id, attempt, epoch, attempts, unfinished, node, finished)
-            written = self._write(_OWNER, owner, IfVersion(info.version))
-            if written is not None:
-                return Lease(epoch, True, written.modified or self.store_time(node), took_over)
+                began = {**began, **_at(attempt, since)}
+            owner = _owner(
+                Owner(
+                    run_id=run_id,
+                    attempt=attempt,
+                    epoch=epoch,
+                    attempts=attempts,
+                    began=began,
+                    unfinished=sorted(unfinished),
+                    nonce=fresh_token(self._rng),
+                ),
+                node,
+                finished=finished,
+            )
+            if self._write(_OWNER, owner, IfVersion(info.version)) is not None:
+                return Lease(epoch, True, self.store_time(node), took_over)
 
-    def _owner(
-        self,
-        run_id: str,
-        attempt: str,
-        epoch: int,
-        attempts: dict[str, int],
-        unfinished: set[str],
-        node: str,
-        finished: bool,
-    ) -> Owner:
-        known = sorted({**attempts, attempt: epoch}.items(), key=lambda item: item[1])
-        return Owner(
-            run_id=run_id,
-            attempt=attempt,
-            epoch=epoch,
-            attempts=dict(known[-_REMEMBERED_ATTEMPTS:]),
-            unfinished=sorted(unfinished - {node} if finished else unfinished),
-            nonce=fresh_token(self._rng),
-        )
+    def _began(self, node: str, age: Callable[[], float] | None) -> float | None:
+        """When an attempt began, on the store's clock; None if that cannot be told.
+
+        A look at that clock may take minutes, with all retries; then it is looked at again.
+        """
+        for _ in range(DECIDING_ROUNDS if age is not None else 0):
+            before = age() if age is not None else 0.0
+            now = self.store_time(node)
+            after = age() if age is not None else 0.0
+            if after - before <= _BEGAN_SLACK:
+                return now - after
+        return None
 
     def owner(self) -> Owner | None:
         """The lease as it stands, or None."""
@@ -200,7 +230,10 @@ class Catalog:
         return found[0] if found else None
 
     def store_time(self, name: str) -> float:
-        """Seconds since the epoch by the store's own clock, from an object written just now."""
+        """Seconds since the epoch by the store's own clock, from an object written just now.
+
+        A node's object is its sign of life, too: :meth:`own` writes it each time.
+        """
         key = f"{_CLOCK}{name}"
         rounds = self._rounds("store_time", key)
         while True:
@@ -512,11 +545,7 @@ class Catalog:
         return max(said, default=0.0)
 
     def last_seen(self, node: str) -> float:
-        """When a node last asked for the store's time; 0 if it never did.
-
-        A sidecar at work renews its lease. One whose attempt is not the newest cannot, and asks
-        for the time instead.
-        """
+        """When a node last came for the lease, whether it got it or not; 0 if it never did."""
         with contextlib.suppress(NotFoundError):
             return self.store.head(f"{_CLOCK}{node}").modified
         return 0.0
@@ -651,12 +680,48 @@ def _check_place(key: str, document: Document) -> None:
         raise ManifestError(f"it is about save {document.save_id}")
 
 
-def _is_earlier(attempt: str, than: str) -> bool:
-    """Whether an attempt began before another; their ids have the form of save ids."""
-    return names.is_save_id(attempt) and names.is_save_id(than) and attempt < than
+def _owner(owner: Owner, node: str, *, finished: bool) -> Owner:
+    """The lease with its own attempt among those known, and without a node that is finished."""
+    known = sorted({**owner.attempts, owner.attempt: owner.epoch}.items(), key=lambda item: item[1])
+    attempts = dict(known[-_REMEMBERED_ATTEMPTS:])
+    return owner.model_copy(
+        update={
+            "attempts": attempts,
+            "began": {each: when for each, when in owner.began.items() if each in attempts},
+            "unfinished": [each for each in owner.unfinished if not finished or each != node],
+        }
+    )
 
 
-def _epoch_before(attempt: str, owner: Owner) -> int:
-    """The epoch of an attempt that nobody registered while it ran: that of its predecessor."""
-    before = [epoch for known, epoch in owner.attempts.items() if known < attempt]
-    return max(before, default=min(owner.attempts.values(), default=owner.epoch) - 1)
+def _at(attempt: str, began: float | None) -> dict[str, float]:
+    return {} if began is None else {attempt: began}
+
+
+def _is_earlier(attempt: str, began: float | None, owner: Owner) -> bool:
+    """Whether an unknown attempt began before the newest known one.
+
+    Where nobody could tell, ids decide; they have the form of save ids.
+    """
+    newest = owner.began.get(owner.attempt)
+    if began is not None and newest is not None:
+        return began < newest
+    formed = names.is_save_id(attempt) and names.is_save_id(owner.attempt)
+    return formed and attempt < owner.attempt
+
+
+def _epoch_before(attempt: str, began: float | None, owner: Owner) -> int:
+    """The epoch of an attempt that nobody registered while it ran: that of its predecessor.
+
+    Never that of the newest, whatever clocks say.
+    """
+    before = [
+        epoch
+        for known, epoch in owner.attempts.items()
+        if (
+            owner.began[known] < began
+            if began is not None and known in owner.began
+            else known < attempt
+        )
+    ]
+    first = min(owner.attempts.values(), default=owner.epoch)
+    return min(max(before, default=first - 1), owner.epoch - 1)

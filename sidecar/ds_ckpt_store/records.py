@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    model_validator,
+)
 
 from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.manifest import (
@@ -63,6 +70,9 @@ class Owner(Document):
     Attributes:
         epoch: of the newest attempt; grows with every attempt and every takeover.
         attempts: epoch of each attempt of this run that was seen.
+        began: when each of them began, in seconds since the epoch by the store's clock, as far as
+            its sidecars could tell. Clocks of machines, of which attempt ids are made, order
+            nothing where this is known.
         unfinished: nodes of the newest attempt that have not said that they are finished.
     """
 
@@ -70,6 +80,7 @@ class Owner(Document):
     attempt: Identifier
     epoch: int
     attempts: dict[str, int]
+    began: dict[str, FiniteFloat] = {}
     unfinished: list[str]
     nonce: str
 

@@ -6,7 +6,7 @@ import pytest
 
 from ds_ckpt_store.catalog import Lease
 from ds_ckpt_store.errors import DamagedError, OwnershipError
-from tests.store.prefix import NODE, OTHER, Prefix
+from tests.store.prefix import NODE, OTHER, THIRD, Prefix
 
 OWNER = ".ds_ckpt/owner.json"
 
@@ -52,6 +52,54 @@ def test_a_new_attempt_raises_the_epoch_and_the_old_one_is_passed(prefix: Prefix
     assert owner.attempt == prefix.attempt(1)
 
 
+def test_an_attempt_on_a_slow_clock_is_the_newest_if_it_began_last(prefix: Prefix) -> None:
+    """All pods were replaced, and rank 0's new machine is minutes behind."""
+    prefix.catalog.own("run", prefix.attempt(9), NODE, age=lambda: 100.0)
+    prefix.clock.sleep(50)
+    slow = prefix.another().own("run", prefix.attempt(2), OTHER, age=lambda: 10.0)
+    assert (slow.epoch, slow.newest) == (2, True)
+    owner = prefix.catalog.owner()
+    assert owner is not None
+    assert owner.attempt == prefix.attempt(2)
+    passed = prefix.catalog.own("run", prefix.attempt(9), NODE, age=lambda: 150.0)
+    assert (passed.epoch, passed.newest) == (1, False)
+
+
+def test_an_attempt_on_a_fast_clock_is_not_the_newest_if_it_began_before(prefix: Prefix) -> None:
+    """Nobody could register it while it ran: its node had lost the store."""
+    prefix.catalog.own("run", prefix.attempt(0), NODE, age=lambda: 900.0)
+    prefix.clock.sleep(60)
+    prefix.catalog.own("run", prefix.attempt(1), NODE, age=lambda: 10.0)
+    fast = prefix.another().own("run", prefix.attempt(9), OTHER, age=lambda: 500.0)
+    assert (fast.epoch, fast.newest) == (1, False)
+    owner = prefix.catalog.owner()
+    assert owner is not None
+    assert owner.attempt == prefix.attempt(1)
+
+
+def test_how_long_an_attempt_runs_is_measured_again_if_the_store_was_slow_to_tell_its_time(
+    prefix: Prefix,
+) -> None:
+    prefix.catalog.own("run", prefix.attempt(0), NODE, age=lambda: 100.0)
+    prefix.clock.sleep(50)
+    began = prefix.clock.time() - 120.0  # before the other
+    stall = prefix.fault("put", "call", key="/clock/", action=lambda: prefix.clock.sleep(300))
+    late = prefix.catalog.own(
+        "run", prefix.attempt(9), OTHER, age=lambda: prefix.clock.time() - began
+    )
+    assert stall.count is not None
+    assert stall.count <= 0
+    assert (late.epoch, late.newest) == (0, False)
+
+
+def test_what_a_later_attempt_on_the_same_node_left_behind_is_never_the_newest(
+    prefix: Prefix,
+) -> None:
+    prefix.catalog.own("run", prefix.attempt(3), NODE, age=lambda: 1.0)
+    left = prefix.catalog.own("run", prefix.attempt(8), NODE, left_over=True)
+    assert (left.epoch, left.newest) == (0, False)
+
+
 def test_an_earlier_attempt_that_nobody_registered_does_not_outrank_a_later_one(
     prefix: Prefix,
 ) -> None:
@@ -79,12 +127,16 @@ def test_a_foreign_live_run_is_refused_by_name_and_nothing_of_it_is_touched(
 ) -> None:
     prefix.catalog.own("run", prefix.attempt(), NODE)
     prefix.commit()
-    before = {key: prefix.store.head(key) for key in prefix.stored_keys()}
+
+    def all_but_clocks() -> dict[str, object]:
+        keys = [key for key in prefix.stored_keys() if "/clock/" not in key]
+        return {key: prefix.store.head(key) for key in keys}
+
+    before = all_but_clocks()
     prefix.clock.sleep(599)
     with pytest.raises(OwnershipError, match=r"belongs to run 'run'.*'intruder'.*another prefix"):
         prefix.another().own("intruder", prefix.attempt(9), OTHER)
-    after = {key: prefix.store.head(key) for key in prefix.stored_keys()}
-    assert {key: info for key, info in after.items() if "/clock/" not in key} == before
+    assert all_but_clocks() == before
 
 
 def test_a_silent_foreign_run_is_taken_over_by_the_stores_clock_alone(prefix: Prefix) -> None:
@@ -173,3 +225,15 @@ def test_an_owner_that_cannot_be_read_is_named_and_not_overwritten(prefix: Prefi
     with pytest.raises(DamagedError, match=r"owner\.json"):
         prefix.catalog.own("run", prefix.attempt(), NODE)
     assert prefix.text(OWNER) == "garbage"
+
+
+def test_whoever_comes_for_the_lease_leaves_a_sign_of_life(prefix: Prefix) -> None:
+    """Also who does not get it: gc must not take a slow save of an older attempt for dead."""
+    assert prefix.catalog.last_seen(NODE) == 0
+    for number, node in ((0, NODE), (1, OTHER), (0, NODE)):
+        prefix.clock.sleep(100)
+        prefix.catalog.own("run", prefix.attempt(number), node)
+        assert prefix.catalog.last_seen(node) == prefix.clock.now
+    with pytest.raises(OwnershipError):
+        prefix.catalog.own("intruder", prefix.attempt(9), THIRD)
+    assert prefix.catalog.last_seen(THIRD) == prefix.clock.now

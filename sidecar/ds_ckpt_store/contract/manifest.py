@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -24,7 +25,7 @@ from pydantic import (
     model_validator,
 )
 
-from ds_ckpt_store.contract import names
+from ds_ckpt_store.contract import digest, names
 from ds_ckpt_store.errors import InputError, ManifestError, UnknownSchemaError
 
 SCHEMA = 1
@@ -32,6 +33,8 @@ MAX_DOCUMENT_BYTES = 32 << 20
 MAX_SHARDS = 100_000
 MAX_LIMITS_BYTES = 4096
 LEAST_BANDWIDTH = 64 << 10  # bytes per second; with less, stores close connections that stand still
+_SEAL = re.compile(rb',"checksum":"([0-9a-f]{8})"}\Z')
+_SEAL_BYTES = len(',"checksum":"01234567"}')
 
 
 def _stated(check: Callable[[str], str]) -> AfterValidator:
@@ -87,8 +90,9 @@ class Document(BaseModel):
     schema_version: int = Field(default=SCHEMA, alias="schema")
 
     def to_bytes(self) -> bytes:
-        """Compact JSON, UTF-8."""
-        return self.model_dump_json(by_alias=True).encode()
+        """Compact JSON, UTF-8; its last field is the CRC32C of all bytes before that field."""
+        body = self.model_dump_json(by_alias=True).encode()[:-1]
+        return body + f',"checksum":"{digest.to_hex(digest.crc32c(body))}"}}'.encode()
 
 
 DocumentT = TypeVar("DocumentT", bound=Document)
@@ -97,13 +101,25 @@ DocumentT = TypeVar("DocumentT", bound=Document)
 def parse(kind: type[DocumentT], data: bytes) -> DocumentT:
     """Read one document.
 
+    One that ends with a checksum must have it; one without (written by hand, or by an older
+    version) is taken as it is.
+
     Raises:
-        ManifestError: not JSON, too large, or a rule of ``kind`` is broken; says which.
+        ManifestError: not JSON, too large, changed since it was written, or a rule of ``kind`` is
+            broken; says which.
         UnknownSchemaError: written by a newer version.
     """
     name = kind.__name__
     if len(data) > MAX_DOCUMENT_BYTES:
         raise ManifestError(f"{name} of {len(data)} bytes: {MAX_DOCUMENT_BYTES} is the most")
+    seal = _SEAL.search(data[-_SEAL_BYTES:])
+    if seal is not None:
+        value = digest.to_hex(digest.crc32c(memoryview(data)[:-_SEAL_BYTES]))
+        if value != seal[1].decode():
+            raise ManifestError(
+                f"{name} was changed after it was written: its CRC32C is {value}, and it ends with "
+                f"{seal[1].decode()}"
+            )
     try:
         raw: Any = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -242,13 +258,14 @@ class NodeIdentity(Document):
 class TrainerStatus(Document):
     """``status/trainer.json``: trainer to sidecar.
 
-    ``time`` is seconds since the epoch by the trainer's clock; ``nodes`` are the ids of all nodes
-    of the attempt.
+    ``time`` is seconds since the epoch by the trainer's clock, and ``started`` when the attempt
+    began on this node, by the same clock; ``nodes`` are the ids of all nodes of the attempt.
     """
 
     run_id: Identifier
     attempt: Identifier
     time: float
+    started: Annotated[float, Field(allow_inf_nan=False)] | None = None
     step: int | None = None
     finished: bool = False
     nodes: list[str] = []
