@@ -283,16 +283,23 @@ class Lifecycle:
         return self._give_up_waiting(save, intent, lease)
 
     def _give_up_waiting(self, save: Save, intent: Intent, lease: Lease) -> Record | None:
-        """Abandon a save whose attempt is over and whose missing nodes stay silent.
+        """Abandon a save of which nodes are missing whose attempt, or part in it, is over.
 
         The wait is counted in time in which the store answered us, since this process began to
         wait: while it was down, the others could not store anything either. Receipts are listed
         once more before the decision.
         """
-        if lease.newest or save.waited < self._abandon_seconds:
+        if save.waited < self._abandon_seconds:
+            return None
+        if lease.newest and self._are_at_work(save.waiting_for):
             return None
         reason = f"nodes {', '.join(save.waiting_for)} did not store their shards"
         return self._catalog.abandon(intent, reason)
+
+    def _are_at_work(self, nodes: tuple[str, ...]) -> bool:
+        """Whether one of these nodes has not said in the lease that it is finished."""
+        owner = self._catalog.owner()
+        return owner is None or not set(nodes).isdisjoint(owner.unfinished)
 
     def _follow(self, save: Save, record: Record, superseded: str = "") -> None:
         """Steps 7 and after: do what the decision says."""

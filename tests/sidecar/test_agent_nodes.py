@@ -255,3 +255,24 @@ def test_nothing_leaves_a_volume_while_its_ranks_choose_what_to_resume_from(
         assert sorted(contents(Path(trainer.volume.path))) == ["a/x", "b/x", "latest"]
         os.close(lock)
         until(lambda: sorted(contents(Path(trainer.volume.path))) == ["b/x", "latest"])
+
+
+def test_a_save_that_a_node_has_finished_without_is_given_up_though_its_attempt_is_the_newest(
+    world: World, pair: Pair
+) -> None:
+    """The last save of a run, of which one node could never publish its part."""
+    for node, trainer in enumerate(pair.nodes):
+        trainer.attempt = pair.nodes[0].attempt
+        trainer.say(nodes=[each.node for each in pair.nodes])
+        world.once(pair.paths[node])
+    pair.save("last")
+    os.unlink(f"{pair.paths[1]}/.ds_ckpt/outbox/{pair.nodes[1].volume.manifests()[0]}")
+    pair.nodes[0].say(finished=True, nodes=[each.node for each in pair.nodes])
+    world.once(pair.paths[0], abandon_seconds=0)
+    assert world.states() == {}, "the other node has not said that it is finished"
+    pair.nodes[1].say(finished=True, nodes=[each.node for each in pair.nodes])
+    world.once(pair.paths[1])
+    world.once(pair.paths[0], abandon_seconds=3600)
+    assert world.states() == {}, "it has not been waited for long enough"
+    world.once(pair.paths[0], abandon_seconds=0)
+    assert world.states() == {"last": "abandoned"}
