@@ -52,6 +52,8 @@ class Checker:
         self.states: dict[str, str] = {}
         self.published: dict[str, dict[str, Published]] = {}
         self.largest_epoch = 0
+        self.attempt = ""
+        self.passed_at = 0.0
         self.pointed: tuple[int, int, str] = (0, 0, "")
         self._stale = stale_seconds
         self._manifests: dict[tuple[int, int], NodeManifest | None] = {}
@@ -133,9 +135,20 @@ class Checker:
             self.fails(f"I6: the last checkpoint {record.folder} was given up")
         elif max(own) < record.order:
             self.fails(f"I6: the newest checkpoint {record.folder} was given up")
+        self._by_the_newest(record)
         latest = self._objects().get("latest")
         if latest is not None and latest.data.decode() == record.folder:
             self.fails(f"I2: {record.folder} was given up and latest names it")
+
+    def _by_the_newest(self, record: Record) -> None:
+        """Only the newest attempt gives up; one that was just passed may not know it yet."""
+        task = self.kernel.running
+        attempt = task.process.attempt() if task is not None and task.process is not None else ""
+        if attempt not in ("", self.attempt) and self.kernel.now - self.passed_at > WINDOW:
+            self.fails(
+                f"I6: {record.folder} was given up by attempt {attempt}, which was passed "
+                f"{self.kernel.now - self.passed_at:.0f} s before"
+            )
 
     def _abandoned(self, record: Record) -> None:
         now = self.cloud.clock.time() if self.cloud else 0.0
@@ -169,6 +182,8 @@ class Checker:
         if owner.epoch < self.largest_epoch:
             self.fails(f"I6: the lease went back from epoch {self.largest_epoch} to {owner.epoch}")
         self.largest_epoch = owner.epoch
+        if owner.attempt != self.attempt:
+            self.attempt, self.passed_at = owner.attempt, self.kernel.now
         if before is None:
             return
         former = parse(Owner, before.data)
@@ -254,6 +269,7 @@ class Checker:
             if latest is None or latest.data.decode() != folder:
                 said = latest.data.decode() if latest else None
                 self.fails(f"I2: at rest latest names {said} and {folder} is the newest")
+        self._follow_training(data)
         for record, _ in self.committed.values():
             torn = is_torn(record, data)
             if torn:
@@ -266,6 +282,17 @@ class Checker:
                     self.fails(f"I5: {intent.folder} is complete and nobody decides it")
         for save_id, nodes in self.published.items():
             self._was_stored(save_id, nodes, here, owner.attempt if owner is not None else "")
+
+    def _follow_training(self, data: dict[str, bytes]) -> None:
+        """What sorts later was saved later, whatever the clocks said."""
+        before: dict[str, tuple[int, int]] = {}
+        for record, _ in sorted(self.committed.values(), key=lambda found: found[0].order):
+            path = f"{record.folder}/{record.files[0].path}"
+            marks = marks_of(data.get(path, b"")) or {}
+            place = (marks.get("attempt", 0), marks.get("save", 0))
+            if place < before.get(record.run_id, place):
+                self.fails(f"I2: {record.folder} sorts after a checkpoint that was saved later")
+            before[record.run_id] = place
 
     def _was_stored(
         self,

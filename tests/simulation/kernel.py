@@ -178,6 +178,7 @@ class Process:
         self.frozen_until = 0.0
         self.tasks: list[Task] = []
         self.on_death: list[Callable[[], None]] = []
+        self.attempt: Callable[[], str] = lambda: ""  # for which an agent works now
         kernel.processes.append(self)
 
     def __repr__(self) -> str:

@@ -233,6 +233,7 @@ class Job:
 
         def started(agent: Agent) -> None:
             pod.program = agent
+            process.attempt = lambda: agent._syncer._attempt if agent._syncer is not None else ""
             outbox = f"{pod.disk.path}/.ds_ckpt/outbox"
             wake = agent._wake
 
