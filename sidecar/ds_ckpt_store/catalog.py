@@ -451,7 +451,10 @@ class Catalog:
             except NotFoundError:
                 condition: IfAbsent | IfVersion = IfAbsent()
             else:
-                named = self._named_by(raw[:4096].decode(errors="replace").strip())
+                text = raw[:4096].decode(errors="replace").strip()
+                named = self._named_by(text)
+                if named is None and self.latest_text() != text:
+                    continue  # it was changed on its way, or just now
                 if named is not None and named.order >= record.order:
                     return False
                 condition = IfVersion(info.version)
@@ -618,6 +621,21 @@ class Catalog:
         return [info.key for info in self.store.list(prefix) if info.key.endswith(".json")]
 
     def _read(self, key: str, kind: type[DocumentT]) -> tuple[DocumentT, ObjectInfo] | None:
+        """A document, or None; one that looks bad is read again: a byte may change on its way."""
+        found = self._read_once(key, kind)
+        if isinstance(found, ManifestError):
+            found = self._read_once(key, kind)
+        if isinstance(found, ManifestError):
+            raise DamagedError(
+                f"{self.store.url}/{key} is not what it should be: {found}; nothing is decided "
+                "from it; put it right or move it away by hand",
+                (key,),
+            )
+        return found
+
+    def _read_once(
+        self, key: str, kind: type[DocumentT]
+    ) -> tuple[DocumentT, ObjectInfo] | ManifestError | None:
         try:
             data, info = self.store.get(key)
         except NotFoundError:
@@ -626,11 +644,7 @@ class Catalog:
             document = parse(kind, data)
             _check_place(key, document)
         except ManifestError as error:
-            raise DamagedError(
-                f"{self.store.url}/{key} is not what it should be: {error}; nothing is decided "
-                "from it; put it right or move it away by hand",
-                (key,),
-            ) from None
+            return error
         return document, info
 
     def _read_or_note(self, key: str, kind: type[DocumentT]) -> tuple[DocumentT, ObjectInfo] | None:
