@@ -82,7 +82,7 @@ def test_how_long_an_attempt_runs_is_measured_again_if_the_store_was_slow_to_tel
 ) -> None:
     prefix.catalog.own("run", prefix.attempt(0), NODE, age=lambda: 100.0)
     prefix.clock.sleep(50)
-    began = prefix.clock.time() - 120.0  # before the other
+    began = prefix.clock.time() - 160.0  # before the other
     stall = prefix.fault("put", "call", key="/clock/", action=lambda: prefix.clock.sleep(300))
     late = prefix.catalog.own(
         "run", prefix.attempt(9), OTHER, age=lambda: prefix.clock.time() - began
