@@ -165,7 +165,7 @@ _WORDS: dict[Kind, tuple[str, str, str, str]] = {
     "upload": ("aborted", "would abort", "unfinished upload", "unfinished uploads"),
     "object": ("deleted", "would delete", "object", "objects"),
     "leftover": ("removed", "would remove", "leftover", "leftovers"),
-    "unexplained": ("did not touch", "would not touch", "folder", "folders"),
+    "unexplained": ("did not touch", "would not touch", "folder or file", "folders or files"),
 }
 
 
@@ -181,13 +181,17 @@ class _Report:
         self._dry_run = dry_run
         self._as_json = as_json
         self._findings: list[Finding] = []
+        self._strange: set[str] = set()
         self._counts: Counter[Kind] = Counter()
         self._objects: Counter[Kind] = Counter()
         self._sizes: Counter[Kind] = Counter()
 
     def add(self, finding: Finding) -> None:
         """One finding, just dealt with."""
-        self._counts[finding.kind] += 1
+        if finding.key not in self._strange:
+            self._counts[finding.kind] += 1
+        if finding.kind == "unexplained":
+            self._strange.add(finding.key)  # its objects and its uploads are two findings
         self._objects[finding.kind] += finding.objects
         self._sizes[finding.kind] += finding.size
         if self._as_json:
@@ -196,7 +200,8 @@ class _Report:
         done, to_do, noun, _ = _WORDS[finding.kind]
         size = _size(finding.kind, finding.objects, finding.size)
         verb = to_do if self._dry_run else done
-        typer.echo(f"{verb} {noun} {finding.key} ({size}): {finding.reason}")
+        what = finding.key if finding.kind == "unexplained" else f"{noun} {finding.key}"
+        typer.echo(f"{verb} {what} ({size}): {finding.reason}")
 
     def end(self) -> None:
         """What was left, and the sum of all.

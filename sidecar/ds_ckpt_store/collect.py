@@ -33,7 +33,7 @@ from ds_ckpt_store.errors import (
     TagError,
     UnknownSchemaError,
 )
-from ds_ckpt_store.records import Intent, Owner, Record
+from ds_ckpt_store.records import Intent, Record
 from ds_ckpt_store.stores.port import ObjectInfo, Upload
 
 OLDER_THAN = 86400.0
@@ -193,7 +193,10 @@ class Collector:
             try:
                 yield from self._decide(sweep, intent)
             except _UNREADABLE as error:
-                yield Finding("unexplained", intent.folder, intent.save_id, str(error), objects=0)
+                objects, size, _ = self._contents(intent.folder)
+                yield Finding(
+                    "unexplained", intent.folder, intent.save_id, str(error), objects, size
+                )
 
     def _decide(self, sweep: _Sweep, intent: Intent) -> Iterator[Finding]:
         found = self._catalog.foresee(intent)
@@ -256,8 +259,8 @@ class Collector:
         at_work = is_ours and sweep.now - renewed < self._patience
         if is_newest and owner.unfinished and at_work:
             return f"its attempt is the newest, and was at work {_ago(sweep.now - renewed)}"
-        if is_ours and not _is_known(intent.attempt, owner):
-            return "the lease does not know its attempt, so nobody can tell whether it is over"
+        if is_ours and not is_newest and intent.epoch >= owner.epoch:
+            return f"it is of epoch {intent.epoch} and the lease of {owner.epoch}: it may be newer"
         for node in found.missing_nodes or intent.nodes:
             seen = self._catalog.last_seen(node)
             if at_work and node in owner.unfinished:
@@ -460,12 +463,6 @@ def _place(key: str) -> str:
     """The folder of a key, with a slash; a key that lies in none is its own."""
     head, slash, _ = key.partition("/")
     return head + slash
-
-
-def _is_known(attempt: str, owner: Owner) -> bool:
-    """Whether the lease has seen an attempt, or it began before the newest one."""
-    ids = names.is_save_id(attempt) and names.is_save_id(owner.attempt)
-    return attempt in owner.attempts or (ids and attempt < owner.attempt)
 
 
 def _unexplained(place: str, fate: _Fate, objects: Iterable[ObjectInfo]) -> Finding:
