@@ -74,6 +74,20 @@ def test_a_forged_note_of_a_restore_takes_no_folder_for_its_own(
     assert world.states() == {"new": "committed"}
 
 
+def test_a_trainer_that_names_a_node_by_half_a_character_does_not_end_the_agent(
+    world: World, trainer: Trainer
+) -> None:
+    trainer.say(nodes=["NODE"])
+    path = Path(trainer.volume.status, "trainer.json")
+    told = json.loads(path.read_bytes())
+    told.pop("checksum", None)
+    path.write_bytes(json.dumps(told).encode().replace(b"NODE", b"\\ud800"))
+    trainer.save("t", {"x": 10})
+    world.once(trainer.volume.path)
+    assert world.states() == {"t": "committed"}
+    assert world.log.of("trainer.unreadable")
+
+
 @pytest.mark.parametrize("started", ["-1e999", "NaN", "Infinity", "-1e308", "1e308", "true"])
 def test_a_trainer_that_says_nonsense_of_its_start_does_not_damage_the_lease(
     world: World, trainer: Trainer, started: str

@@ -33,6 +33,7 @@ MAX_DOCUMENT_BYTES = 32 << 20
 MAX_SHARDS = 100_000
 MAX_LIMITS_BYTES = 4096
 LEAST_BANDWIDTH = 64 << 10  # bytes per second; with less, stores close connections that stand still
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SEAL = re.compile(rb',"checksum":"([0-9a-f]{8})"}\Z')
 _SEAL_BYTES = len(',"checksum":"01234567"}')
 
@@ -121,7 +122,9 @@ def parse(kind: type[DocumentT], data: bytes) -> DocumentT:
                 f"{seal[1].decode()}"
             )
     try:
-        raw: Any = json.loads(data)
+        raw: Any = json.loads(data.decode())
+        if _SURROGATE.search(data):  # half of a character: it could not be written again
+            json.dumps(raw, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise ManifestError(f"{name} is not JSON: {error}") from None
     if not isinstance(raw, dict):

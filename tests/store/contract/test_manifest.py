@@ -83,6 +83,16 @@ def test_what_is_no_json_object_is_refused(data: bytes) -> None:
         parse(NodeManifest, data)
 
 
+@pytest.mark.parametrize("half", [b"\\ud800", b"\\uDfFf", b"\xed\xa0\x80"])
+def test_half_a_character_is_refused_wherever_it_stands(half: bytes) -> None:
+    """It could be read and not be written again, by whoever changes one field of a document."""
+    start = b'{"schema":1,"run_id":"r","attempt":"a","time":1,"nodes":["'
+    with pytest.raises(ManifestError, match="not JSON"):
+        parse(TrainerStatus, start + half + b'"]}')
+    whole = parse(TrainerStatus, start + b'\\ud83d\\ude00"]}')
+    assert whole.nodes == ["\U0001f600"]
+
+
 def test_a_document_over_the_bound_is_not_even_read_as_json() -> None:
     with pytest.raises(ManifestError, match="is the most"):
         parse(NodeManifest, b" " * (MAX_DOCUMENT_BYTES + 1))
