@@ -129,6 +129,8 @@ def parse(kind: type[DocumentT], data: bytes) -> DocumentT:
         raise ManifestError(f"{name} is not JSON: {error}") from None
     if not isinstance(raw, dict):
         raise ManifestError(f"{name} is not a JSON object")
+    if seal is not None:
+        raw.pop("checksum", None)  # of no kind's fields, some of which take no other
     version = raw.get("schema")
     if type(version) is not int or version < 1:
         raise ManifestError(f"{name} has no schema version")
