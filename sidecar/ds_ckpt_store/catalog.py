@@ -326,6 +326,13 @@ class Catalog:
         wrong = tuple(key for key, entry in objects if sizes.get(key) != entry.size)
         if wrong:
             return Commit(None, missing_objects=wrong)
+        size = len(record.to_bytes())
+        if size > MAX_DOCUMENT_BYTES:
+            raise DamagedError(
+                f"{record.folder}: its record of {len(objects)} files has {size} bytes, and "
+                f"{MAX_DOCUMENT_BYTES} is the most that is read: it is not committed, since nobody "
+                "could restore it, and its local copies are kept"
+            )
         return record
 
     def abandon(self, intent: Intent, reason: str) -> Record:

@@ -19,7 +19,7 @@ from ds_ckpt_hook.core import Hook
 from ds_ckpt_hook.errors import NotPublishedError
 from ds_ckpt_store.contract import digest
 from ds_ckpt_store.contract.filesystem import Filesystem
-from ds_ckpt_store.contract.manifest import TrainerStatus
+from ds_ckpt_store.contract.manifest import END_OF_TIME_MS, TrainerStatus
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import TagError
 from tests.hook.standin import Engine, Job, manifests
@@ -264,6 +264,17 @@ def test_times_do_not_run_backwards_after_a_clock_that_was_ahead(folders: Folder
     job.save("u")
     assert manifests(volume)[-1].time_ms > ahead.time_ms
     assert manifests(volume)[-1].attempt > future
+
+
+@pytest.mark.parametrize("date", ["f" * 12, f"{END_OF_TIME_MS - 1:012x}"])
+def test_a_file_of_an_impossible_date_does_not_stop_publishing(folders: Folders, date: str) -> None:
+    volumes = folders(2)
+    (volumes[1] / ".ds_ckpt/outbox").mkdir(parents=True)
+    garbage = volumes[1] / f".ds_ckpt/outbox/{date}-{'0' * 16}.garbage"
+    garbage.touch()
+    Job(volumes).save("t")
+    garbage.unlink()
+    assert [[each.tag for each in manifests(volume)] for volume in volumes] == [["t"], ["t"]]
 
 
 def test_what_an_earlier_attempt_left_is_cleared_before_anybody_writes(folders: Folders) -> None:

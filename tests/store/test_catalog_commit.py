@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_ckpt_store import catalog as catalogs
 from ds_ckpt_store.contract.manifest import SCHEMA
 from ds_ckpt_store.errors import (
     AmbiguousError,
@@ -126,6 +127,16 @@ def test_two_nodes_that_name_the_same_path_are_never_committed(prefix: Prefix) -
     with pytest.raises(DamagedError, match="same path"):
         prefix.catalog.commit(intent)
     assert prefix.stored_keys(RECORDS) == []
+
+
+def test_a_record_that_nobody_could_read_is_not_made(
+    prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intent = prefix.store_all(prefix.manifest("t"))
+    monkeypatch.setattr(catalogs, "MAX_DOCUMENT_BYTES", 300)
+    with pytest.raises(DamagedError, match="300 is the most"):
+        prefix.catalog.commit(intent)
+    assert prefix.stored_keys(".ds_ckpt/checkpoints/") == []
 
 
 def test_shards_of_zero_bytes_and_companions_are_part_of_the_record(prefix: Prefix) -> None:

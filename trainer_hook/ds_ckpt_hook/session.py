@@ -26,13 +26,14 @@ from ds_ckpt_hook.exchange import Exchange
 from ds_ckpt_hook.settings import Place, Settings
 from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.clock import Clock, fresh_token
-from ds_ckpt_store.contract.manifest import Restored, TrainerStatus
+from ds_ckpt_store.contract.manifest import END_OF_TIME_MS, Restored, TrainerStatus
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import CkptError
 
 logger = logging.getLogger("ds_ckpt_hook")
 
 HEARTBEAT_SECONDS = 5.0
+_ROOM_MS = 1_000_000_000_000  # thirty years
 
 
 @dataclass(frozen=True)
@@ -275,14 +276,16 @@ def _hello(
 
 
 def newest_known_ms(volume: Volume) -> int:
-    """The newest save time that outbox or sidecar tell of, in milliseconds; 0 if none."""
-    newest = [0]
+    """The newest save time that outbox or sidecar tell of, in milliseconds; 0 if none.
+
+    What leaves no room for later saves is no save's time: one such file would stop all nodes.
+    """
+    told = [newest_committed_ms(volume)]
     for name in volume.manifests():
         save_id = name.split(".", 1)[0]
         if names.is_save_id(save_id):
-            newest.append(int(save_id.split("-")[0], 16))
-    newest.append(newest_committed_ms(volume))
-    return max(newest)
+            told.append(int(save_id.split("-")[0], 16))
+    return max((each for each in told if each < END_OF_TIME_MS - _ROOM_MS), default=0)
 
 
 def restored_on(place: Place) -> list[Restored]:

@@ -66,7 +66,8 @@ NodeId = Annotated[str, _formed(names.is_node_id, "a node id")]
 Crc = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
 Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
 # To the year 9999, so that a save id has room for it and a calendar can show it.
-TimeMs = Annotated[int, Field(ge=0, lt=253_402_300_800_000)]
+END_OF_TIME_MS = 253_402_300_800_000
+TimeMs = Annotated[int, Field(ge=0, lt=END_OF_TIME_MS)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Protection = Literal["hardlink", "reflink", "copy", "none"]
 SaveState = Literal[
