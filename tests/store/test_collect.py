@@ -264,7 +264,8 @@ class Garden(Place):
 
     def _foreign(self) -> None:
         other = self.unfinished("foreign", run_id="other")
-        self.commit("foreign too", run_id="other")
+        foreign = self.commit("foreign too", run_id="other")
+        self.begin(f"{foreign.folder}/again.pt")
         self.begin(f"{other.folder}/more.pt")
 
     def commit(self, tag: str = "step1", *arguments: object, **fields: object) -> Record:
@@ -299,6 +300,10 @@ class Garden(Place):
     def _strange(self) -> None:
         self.put("notes.txt", b"by hand")
         self.put("junk/a/b", b"by hand")
+        over = self.decided("over", "abandoned")
+        self.plain().delete(f"{over.folder}/shard.pt")
+        self.put(over.folder, b"a file with the name of the folder of a save that is over")
+        self.put(f"another{over.folder}/x", b"the same save id under another tag")
         nobody = self.manifest("of nobody")
         self.upload(nobody)
         self.begin(f"{self.manifest('upload of nobody').folder}/x")
@@ -356,7 +361,8 @@ def test_what_nothing_explains_is_named_once_each_and_never_touched() -> None:
     said = {each.key.split("@")[0]: each for each in strange}
     kinds = ("saves", "receipts", "checkpoints")
     documents = {f"{tag} in {kind}" for tag in ("damaged", "newer") for kind in kinds}
-    by_hand = {"notes.txt", "junk", "of nobody", "upload of nobody", "beside"}
+    by_hand = {"notes.txt", "junk", "over", "anotherover"}
+    by_hand |= {"of nobody", "upload of nobody", "beside"}
     assert set(said) == documents | by_hand
     assert "notes.txt" in said["beside"].reason
     assert "neither an intent nor a record" in said["of nobody"].reason
@@ -419,13 +425,34 @@ def test_a_save_of_the_newest_attempt_lives_as_long_as_its_lease_is_renewed(plac
     assert ("save", manifest.folder) in found(sweep(place))
 
 
-def test_a_save_of_the_newest_attempt_is_dead_when_all_its_nodes_are_finished(place: Place) -> None:
+def test_what_a_finished_attempt_left_is_dead_a_while_after_its_end(place: Place) -> None:
+    """A node that never came owes its part."""
     place.own(0)
-    manifest = place.unfinished("t")
+    manifest = place.unfinished("t", nodes=[NODE, THIRD])
+    place.others.put_receipt(place.receipt(manifest))
+    place.clock.sleep(2 * DAY)
     place.own(0, finished=True)
+    assert "was written 0 s ago" in reasons(place)
+    place.clock.sleep(5)
+    hasty = collector(place, older_than=5)
+    assert ("save", manifest.folder) in found(sweep(place, hasty, dry_run=True))
+    place.clock.sleep(DAY - 6)
     assert reasons(place) != ""
-    place.clock.sleep(DAY)
+    place.clock.sleep(1)
     assert ("save", manifest.folder) in found(sweep(place))
+
+
+def test_a_node_that_a_live_attempt_waits_for_may_still_bring_an_older_save(place: Place) -> None:
+    """Its pod stands in a queue, and its volume waits for it."""
+    place.own(0, OTHER)
+    manifest = place.unfinished("t", nodes=[NODE, OTHER])
+    for _ in range(3):
+        place.clock.sleep(DAY)
+        place.own(1, NODE, nodes=[NODE, OTHER])
+        place.others.put_receipt(place.receipt(manifest))
+        place.clock.sleep(300)
+        place.own(1, NODE)
+        assert f"node {OTHER}" in reasons(place, older_than=60)
 
 
 def test_a_slow_upload_of_an_older_attempt_lives_while_its_node_is_heard_of(place: Place) -> None:
