@@ -12,6 +12,7 @@ What it does to a request (``do``; ``after`` counts bytes of a body, without its
 
 ============== ====================================================================================
 status         the server hears nothing; the client gets ``status``, ``body`` and ``headers``
+late           the same, and the server gets the request at :meth:`FaultProxy.apply_late`
 reset          the client is reset when ``after`` bytes were taken; the server gets them and no more
 stall          the same, and then silence instead of a reset
 flip           the lowest bit of byte ``after`` of the request's body is changed
@@ -44,6 +45,7 @@ PIECE = 1 << 18
 SECONDS = 60.0  # that a peer may be silent before the proxy gives it up
 KINDS = (
     "status",
+    "late",
     "reset",
     "stall",
     "flip",
@@ -74,6 +76,8 @@ class Fault:
         body: of that answer.
         headers: of that answer.
         then: called in the proxy's thread when the fault has happened.
+        header: a regular expression that must be found in one of the request's headers as well,
+            written as ``name: value`` with its name in lower case; empty: in none.
     """
 
     match: str
@@ -85,6 +89,7 @@ class Fault:
     body: str = SLOW_DOWN
     headers: Mapping[str, str] = field(default_factory=dict)
     then: Callable[[], None] | None = None
+    header: str = ""
 
     def __post_init__(self) -> None:
         assert self.do in KINDS, f"{self.do!r} is none of {KINDS}"
@@ -123,6 +128,7 @@ class FaultProxy:
         self._faults: list[Fault] = []
         self._met: dict[Fault, int] = {}
         self._happened: list[tuple[Fault, str]] = []
+        self._late: list[tuple[str, bytes]] = []
         self._open: set[socket.socket] = set()
         self._closing = threading.Event()
         self.seen: list[Seen] = []
@@ -136,10 +142,20 @@ class FaultProxy:
             self._faults.append(fault)
         return fault
 
+    def drop(self, fault: Fault) -> None:
+        """End a rule; its hits stay."""
+        with self._lock:
+            if fault in self._faults:
+                self._faults.remove(fault)
+
     def clear(self) -> None:
         """Drop all rules; hits stay."""
         with self._lock:
             self._faults.clear()
+
+    def lead_to(self, host: str, port: int) -> None:
+        """Forward to another server from now on: the one behind it was started anew."""
+        self._target = host, port
 
     def hits(self, what: Fault | str = "") -> int:
         """How often this fault has happened, or any on a request line that matches a pattern."""
@@ -153,6 +169,19 @@ class FaultProxy:
         """The request lines that came and match a pattern, in order."""
         with self._lock:
             return [seen.line for seen in self.seen if re.search(pattern, seen.line)]
+
+    def apply_late(self) -> list[int]:
+        """Let the server have what was kept back, in order; the statuses that it answers."""
+        with self._lock:
+            late, self._late = self._late, []
+        return [self._apply(method, raw) for method, raw in late]
+
+    def _apply(self, method: str, raw: bytes) -> int:
+        with self._kept(socket.create_connection(self._target, timeout=SECONDS)) as server:
+            server.sendall(raw)
+            answer = _Message.read(_Reader(server), method=method)
+            answer.drain()
+            return answer.status
 
     def __enter__(self) -> FaultProxy:
         threading.Thread(target=self._accept, name="faultproxy", daemon=True).start()
@@ -206,11 +235,21 @@ class FaultProxy:
         line = f"{method} {target}"
         with self._lock:
             self.seen.append(Seen(line, request.headers))
-            fault = self._choose(line)
+            fault = self._choose(line, request.headers)
         if fault is not None and fault.do == "delay":
             self._closing.wait(fault.after)
             self._hit(fault, line)
             fault = None
+        if fault is not None and fault.do == "late":
+            if request.expects:
+                client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+            head = re.sub(rb"(?i)\r\nexpect:[^\r]*", b"", request.head)
+            raw = head + request.framed()
+            with self._lock:
+                self._late.append((method, raw))
+            self._hit(fault, line)
+            _answer(client, fault, method)
+            return
         if fault is not None and fault.do == "status":
             if not request.expects:
                 request.drain()
@@ -222,9 +261,13 @@ class FaultProxy:
         with self._kept(socket.create_connection(self._target, timeout=SECONDS)) as server:
             self._forward(client, server, request, fault, line)
 
-    def _choose(self, line: str) -> Fault | None:
+    def _choose(self, line: str, headers: Mapping[str, str]) -> Fault | None:
         for fault in self._faults:
             if not re.search(fault.match, line):
+                continue
+            if fault.header and not any(
+                re.search(fault.header, f"{name}: {value}") for name, value in headers.items()
+            ):
                 continue
             met = self._met[fault] = self._met.get(fault, 0) + 1
             if met > fault.skip and (fault.times is None or met <= fault.skip + fault.times):
@@ -417,6 +460,10 @@ class _Message:
     def until_close(self) -> bool:
         framed = self.chunked or "content-length" in self.headers
         return bool(self.method) and self.has_body and not framed
+
+    def framed(self) -> bytes:
+        """All of the body, as it comes with its framing."""
+        return b"".join(piece for _, piece in self._pieces())
 
     def drain(self) -> None:
         for _ in self._pieces():

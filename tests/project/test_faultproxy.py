@@ -154,6 +154,20 @@ def test_an_answer_of_its_own(proxy, client, applied, body) -> None:
     assert proxy.hits("/x") == 2
 
 
+@pytest.mark.parametrize("waits", [{}, {"Expect": "100-continue"}])
+def test_a_request_that_was_answered_with_an_error_is_applied_when_told(
+    proxy, client, applied, waits: dict[str, str]
+) -> None:
+    fault = proxy.add(Fault("PUT", "late", header="^x-kind: odd$"))
+    assert call(client, "PUT", "/a", BODY, **waits)[0] == 200, "it has no such header"
+    applied.clear()
+    assert call(client, "PUT", "/a", BODY, **waits, **{"X-Kind": "odd"})[0] == 503
+    assert (proxy.hits(fault), applied) == (1, [])
+    assert proxy.apply_late() == [200]
+    assert applied == [BODY]
+    assert proxy.apply_late() == []
+
+
 @pytest.mark.parametrize("after", [0, 1000, len(BODY) - 1, 10 * len(BODY)])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_reset_request_never_reaches_the_server_whole(
@@ -276,3 +290,23 @@ def test_many_clients_at_once(proxy, applied) -> None:
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(one, range(16)))
     assert len(applied) == 48
+
+
+def test_a_rule_that_was_dropped_strikes_no_more(proxy, client) -> None:
+    fault = proxy.add(Fault("/", "status", times=None))
+    assert call(client, "GET", "/x")[0] == 503
+    for _ in range(2):
+        proxy.drop(fault)
+    assert call(client, "GET", "/x")[0] == 200
+    assert proxy.hits(fault) == 1
+
+
+def test_it_leads_to_the_server_that_was_named_last(proxy, client, applied) -> None:
+    assert call(client, "PUT", "/x", b"to the first")[0] == 200
+    elsewhere: list[bytes] = []
+    with Server((HOST, 0), type("Handler", (Echo,), {"applied": elsewhere})) as other:
+        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
+        proxy.lead_to(HOST, other.server_address[1])
+        assert call(client, "PUT", "/x", b"to the other")[0] == 200
+        other.shutdown()
+    assert (applied, elsewhere) == ([b"to the first"], [b"to the other"])

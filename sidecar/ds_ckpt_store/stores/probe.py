@@ -113,6 +113,22 @@ def probe(store: Store, rng: random.Random, name: str = "anyone") -> Findings:
     under = f"{own}{fresh_token(rng)}-"
     notes: list[str] = []
     proof = _strongest(store, under + "proof", notes)
+    before = store.proof
+    if proof is not before:
+        # A server may refuse what comes with a checksum that it does not know. Nor with a hash
+        # that is made first: then the whole of a slow body would come before the request.
+        store.use_proof(Proof.READ_BACK)
+    try:
+        create, swap = _conditions(store, under, rng, notes)
+    finally:
+        store.use_proof(before)
+    return Findings(proof, create, swap, tuple(notes))
+
+
+def _conditions(
+    store: Store, under: str, rng: random.Random, notes: list[str]
+) -> tuple[bool, bool]:
+    """Whether it creates, and whether it swaps."""
     with _removing(store, under + "create"):
         create = store.capabilities.conditional_create and _creates(store, under + "create", rng)
     if create:
@@ -124,7 +140,7 @@ def probe(store: Store, rng: random.Random, name: str = "anyone") -> Findings:
         swap = store.capabilities.swap and _swaps(store, under + "swap", rng)
     if create and not swap:
         notes.append("swaps are made of creates")
-    return Findings(proof, create, swap, tuple(notes))
+    return create, swap
 
 
 def _clear(store: Store, under: str) -> None:

@@ -27,7 +27,7 @@ MIB = 1 << 20
 XML = {"Content-Type": "application/xml"}
 WIRE = Wire(
     put=r"^PUT [^?]*$",
-    part=r"^PUT .*blockid=.{28}M[^C]",  # whose number ends in 1 to 9: not the mark
+    part=r"^PUT .*blockid=.{28}(M[^C]|[NO])",  # whose number ends in 1 to 9: not the mark
     complete=r"^PUT .*comp=blocklist",
     read=r"^GET [^?]*$",
     list=r"^GET .*comp=list",
