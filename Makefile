@@ -3,6 +3,7 @@
 # PYTHON   the interpreter that the virtual environment is made from
 # STORE    demo: file or s3          ZERO   demo: 0, 1, 2 or 3
 # JOBS     test: processes; servers and training make them wait, so one more than there are cores
+# RUNS     simulate: how many; SEED: of all of them, default a fresh one
 # SECONDS  soak: how long the hand is at work; SEED: of all that it draws
 # ARGS     further arguments for pytest, the demo, a benchmark or the soak
 # PIP_ARGS further arguments for `pip install` of torch, for instance an index with CPU wheels
@@ -11,6 +12,7 @@ PYTHON ?= python3
 STORE ?= file
 ZERO ?= 2
 JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+RUNS ?= 300
 SECONDS ?= 600
 SEED ?=
 ARGS ?=
@@ -37,7 +39,7 @@ BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv servers test soak lint format demo bench bench-venv clean
+.PHONY: help venv servers test simulate mutants soak lint format demo bench bench-venv clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -78,6 +80,13 @@ $(SERVERS_STAMP):
 
 test: $(STAMP) $(SERVERS_STAMP) ## the tests; ARGS="-k restore -x" picks some
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# The hash seed makes the order of sets, and so a run, the same again.
+simulate: $(STAMP) ## whole jobs from seeds, in a simulated world; RUNS=10000 SEED=7
+	PYTHONHASHSEED=0 $(BIN)/python -m tests.simulation --runs $(RUNS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
+mutants: $(STAMP) ## the code broken on purpose, rule by rule: does the simulation see it?
+	$(BIN)/python -m tests.simulation.mutants $(ARGS)
 
 soak: $(STAMP) ## agents, trainers and a server, disturbed by a hand; SECONDS=600 SEED=7
 	$(BIN)/python -m tests.soak --seconds $(SECONDS) --seed "$(SEED)" $(ARGS)

@@ -183,7 +183,7 @@ def run_gc(
     count = process.kernel.chance.count
     try:
         catalog = Catalog(retrying(process, cloud), process.stream.rng)
-        collector = Collector(catalog, run_id, older_than=older_than)
+        collector = Collector(catalog, run_id, older_than=older_than, stale_after=STALE_SECONDS / 3)
         found = collector.sweep(dry_run=dry_run)
     except CkptError as error:
         process.kernel.say(f"gc failed: {error}")

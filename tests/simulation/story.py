@@ -596,7 +596,7 @@ class Hand:
     def _gc(self, a: float, b: float) -> None:
         world = self._world
         process = world.process(f"gc-{world.next_number()}")
-        older_than = 60.0 + a * 150
+        older_than = 20.0 + a * 60
         process.start(
             lambda: run_gc(process, world.cloud, "run", older_than=older_than, dry_run=b < 0.3)
         )
