@@ -291,15 +291,20 @@ class Lifecycle:
         """
         if save.waited < self._abandon_seconds:
             return None
-        if lease.newest and self._are_at_work(save.waiting_for):
+        if lease.newest and self._are_at_work(save):
             return None
         reason = f"nodes {', '.join(save.waiting_for)} did not store their shards"
         return self._catalog.abandon(intent, reason)
 
-    def _are_at_work(self, nodes: tuple[str, ...]) -> bool:
-        """Whether one of these nodes has not said in the lease that it is finished."""
+    def _are_at_work(self, save: Save) -> bool:
+        """Whether one of the missing nodes has not said in the lease that it is finished.
+
+        Another run's lease says nothing of them.
+        """
         owner = self._catalog.owner()
-        return owner is None or not set(nodes).isdisjoint(owner.unfinished)
+        if owner is None or owner.run_id != save.manifest.run_id:
+            return True
+        return not set(save.waiting_for).isdisjoint(owner.unfinished)
 
     def _follow(self, save: Save, record: Record, superseded: str = "") -> None:
         """Steps 7 and after: do what the decision says."""

@@ -196,6 +196,20 @@ def test_an_agent_that_saw_both_attempts_gives_up_what_the_earlier_one_left(
         until(lambda: world.states() == {"lost": "abandoned"})
 
 
+def test_a_lease_that_another_run_took_is_no_word_of_a_missing_node(
+    world: World, pair: Pair
+) -> None:
+    """Between the takeover and its own next renewal an agent does not know of it."""
+    pair.save("slow")
+    pair.nodes[0].say(nodes=[trainer.node for trainer in pair.nodes])
+    with world.running(pair.paths[0], abandon_seconds=0):
+        until(lambda: world.log.of("save.waiting"))
+        assert world.catalog.own("other", "attempt", "f" * 32, stale_after=-1).took_over == "run"
+        looked = len(world.store.asked("list", "receipts"))
+        until(lambda: len(world.store.asked("list", "receipts")) > looked + 4)
+        assert world.states() == {}
+
+
 def test_time_in_which_the_store_is_down_is_no_waiting(world: World, pair: Pair) -> None:
     pair.save("slow")
     world.once(pair.paths[0])
