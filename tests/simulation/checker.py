@@ -256,8 +256,8 @@ class Checker:
 
     # ---- at rest
 
-    def rest(self, alive: Iterable[Disk]) -> None:
-        """Everybody is well and idle."""
+    def rest(self, alive: Iterable[Disk], run_id: str) -> None:
+        """Everybody of a run is well and idle."""
         here = set(alive)
         objects = self._objects()
         owner = parse(Owner, objects[OWNER].data) if OWNER in objects else None
@@ -278,7 +278,8 @@ class Checker:
             if key.startswith(SAVES):
                 intent = parse(Intent, item.data)
                 receipts = [f"{RECEIPTS}{intent.save_id}/{n}.json" in objects for n in intent.nodes]
-                if all(receipts) and intent.save_id not in self.states:
+                decided = intent.save_id in self.states
+                if all(receipts) and not decided and intent.run_id == run_id:
                     self.fails(f"I5: {intent.folder} is complete and nobody decides it")
         for save_id, nodes in self.published.items():
             self._was_stored(save_id, nodes, here, owner.attempt if owner is not None else "")

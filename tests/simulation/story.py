@@ -404,7 +404,7 @@ class World:
         return "; ".join(parts[:8])
 
     def _last_look(self) -> None:
-        self.checker.rest(self.job.volumes())
+        self.checker.rest(self.job.volumes(), self.job.run_id)
         for attempt in [a for job in self.jobs for a in job.attempts]:
             for problem in attempt.problems:
                 self.checker.fails(problem)

@@ -32,7 +32,8 @@ def in_a_process_of_its_own(*arguments: str, hash_seed: str = "0") -> str:
 def test_a_seed_repeats_to_the_last_call() -> None:
     seed = f"{random.SystemRandom().randrange(1 << 32)}.1"
     first, second = (
-        in_a_process_of_its_own("--one", seed, "--trace", hash_seed=each) for each in ("0", "random")
+        in_a_process_of_its_own("--one", seed, "--trace", hash_seed=each)
+        for each in ("0", "random")
     )
     lines = [[x for x in text.splitlines() if "CPU s" not in x] for text in (first, second)]
     assert len(lines[0]) > 200
