@@ -8,6 +8,7 @@ for tests often do not; so what passes against it says something. It comes as on
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -161,7 +162,8 @@ class S3Server:
         while self._clock.monotonic() < deadline:
             if self._process is None or self._process.poll() is not None:
                 raise ServerError(f"weed ended at once: {self._last_words()}")
-            with contextlib.suppress(OSError):
+            # Not HTTP: while nobody listens on a port, a connection to it may end up in itself.
+            with contextlib.suppress(OSError, http.client.HTTPException):
                 # A bucket can be made only when filer, volume and master know of each other.
                 self._filer_request("PUT", f"/buckets/{probe}/ready", b"ready")
                 self._filer_request("DELETE", f"/buckets/{probe}?recursive=true")
