@@ -252,7 +252,7 @@ def check_restored(ledger: Ledger, folder: Path, save_id: str | None, what: str)
 def check_ends(ends: Iterable[End]) -> list[str]:
     """No process ended that was not told to, or killed."""
     return [
-        f"{end.who} ended by itself with code {end.code}: see {end.log}"
+        f"{end.who} ended with code {end.code}, and nobody had made it: see {end.log}"
         for end in ends
         if not end.wanted
     ]

@@ -28,7 +28,7 @@ from tests.soak.nodes import Disk, Job, Node, Server
 MIB = 1 << 20
 INTERNAL_ERROR = "<Error><Code>InternalError</Code><Message>injected</Message></Error>"
 DATA = r"(@|%40)[0-9a-f]{12}-"  # a key of a shard: its folder ends in a save id
-DOCUMENT = r"/\.ds_ckpt/(saves|receipts|checkpoints|owner|holds|probe)"
+DOCUMENT = r"/(latest$|\.ds_ckpt/(saves|receipts|checkpoints|owner|holds|probe))"
 # Trainers that resume give a silent connection a minute, and a short soak has no more.
 AGENT_APP = "agent"
 OF_AGENTS = rf"^user-agent: .*app/{AGENT_APP}"
@@ -219,7 +219,7 @@ class Hand:
         self._to_agent("agent killed", lambda node: node.agent.kill())
 
     def _drain_agent(self) -> None:
-        self._to_agent("agent told to drain", lambda node: node.agent.drain())
+        self._to_agent("agent told to drain", lambda node: node.agent.drain(self._now))
 
     def _freeze_agent(self) -> None:
         seconds = self._rng.uniform(1, 4)
@@ -323,8 +323,12 @@ class Hand:
         self._when(lambda: self._server.answers, kill)
 
     def _start_server(self) -> None:
-        self._server.start()
-        self._proxy.lead_to(*self._server.address)
+        try:
+            self._server.start()
+        except Exception as error:
+            self.problems.append(f"the server did not start again: {error}")
+        else:
+            self._proxy.lead_to(*self._server.address)
 
     def _on_the_wire(self, kind: str, *faults: Fault) -> None:
         for fault in faults:

@@ -104,6 +104,12 @@ class Ledger:
                 if status is not None and status.state in COMMITTED:
                     self.claim(status.save_id, status.tag, f"the status on {path.name}")
 
+    def hear(self, agent: str, lines: Iterable[dict[str, Any]]) -> None:
+        """Take what an agent has said in its log."""
+        for line in lines:
+            if line["event"] == "save.committed":
+                self.claim(line["save_id"], line["tag"], f"the log of {agent}")
+
     def take(self, line: dict[str, Any]) -> None:
         """One line of one rank."""
         event, attempt, rank = line["event"], line["attempt"], line["rank"]

@@ -14,7 +14,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from ds_ckpt_store.errors import CkptError
 from tests.soak import trainer
 
 RESTART_SECONDS = 0.5
+AGENT_DRAIN_SECONDS = 5.0  # that an agent is given for what is left
+GRACE_SECONDS = 30.0  # from SIGTERM to SIGKILL: twice what it should take, for a busy machine
 PATIENCE_SECONDS = 5.0  # with ranks of which one has ended
 TMPFS_MIB = 256  # room for a restore, which wants 64 MiB to spare, and for a short backlog
 
@@ -152,7 +154,7 @@ def may_mount(folder: Path) -> str:
 
 @dataclass(frozen=True)
 class End:
-    """How one process ended; ``wanted`` if the hand had told it to, or had killed it."""
+    """How one process ended; ``wanted`` if that is how it was told, or made, to end."""
 
     who: str
     code: int
@@ -174,16 +176,17 @@ class Agent:
         self._arguments = ["-m", "ds_ckpt_sidecar", "agent", *arguments]
         self._environ = clean_environment(environ)
         self._folder = logs
-        self._wanted = False
+        self._wanted: Collection[int] = ()
         self._retired = False
         self._due: float | None = None
+        self._grace: float | None = None
 
     def start(self) -> None:
         """Start it now, and again whenever it ends."""
         name = f"agent-{self.name}-{len(self.logs) + 1}"
         self.program = Program(name, self._arguments, self._environ, self._folder)
         self.logs.append(self.program.log)
-        self._wanted, self._due, self.frozen = False, None, False
+        self._wanted, self._due, self._grace, self.frozen = (), None, None, False
 
     @property
     def works(self) -> bool:
@@ -197,9 +200,12 @@ class Agent:
         return self.program is None
 
     def tend(self, now: float) -> None:
-        """Start it again a moment after it has ended."""
+        """Start it again a moment after it has ended; kill it when its grace is over."""
+        if self._grace is not None and now > self._grace and self.program is not None:
+            self.program.kill()
         if self.program is not None and (code := self.program.exit_code()) is not None:
-            self.ends.append(End(self.program.name, code, self._wanted, self.program.log))
+            wanted = code in self._wanted
+            self.ends.append(End(self.program.name, code, wanted, self.program.log))
             self.program = None
             self._due = None if self._retired else now + RESTART_SECONDS
         elif self._due is not None and now >= self._due:
@@ -208,19 +214,19 @@ class Agent:
     def kill(self) -> None:
         """SIGKILL."""
         if self.program is not None:
-            self._wanted = True
+            self._wanted = (-signal.SIGKILL,)
             self.program.kill()
 
-    def drain(self) -> None:
-        """SIGTERM."""
+    def drain(self, now: float) -> None:
+        """SIGTERM; it ends well, or says what it has left, and does so in time."""
         if self.program is not None:
-            self._wanted = True
+            self._wanted, self._grace = (0, 1), now + GRACE_SECONDS
             self.program.send(signal.SIGTERM)
 
-    def retire(self) -> None:
+    def retire(self, now: float) -> None:
         """SIGTERM, and do not start it again."""
         self._retired = True
-        self.drain()
+        self.drain(now)
 
     def freeze(self) -> None:
         """Let it do nothing, not even end, until :meth:`thaw`."""

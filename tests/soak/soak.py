@@ -21,7 +21,17 @@ from tests.soak.checks import Checker, check_counts, check_ends, check_log
 from tests.soak.commands import Commands
 from tests.soak.hand import AGENT_APP, Hand
 from tests.soak.ledger import Ledger
-from tests.soak.nodes import Agent, Disk, Job, Node, Server, json_lines, may_mount
+from tests.soak.nodes import (
+    AGENT_DRAIN_SECONDS,
+    GRACE_SECONDS,
+    Agent,
+    Disk,
+    Job,
+    Node,
+    Server,
+    json_lines,
+    may_mount,
+)
 
 BUCKET = "soak"
 PREFIX = "run"
@@ -31,7 +41,7 @@ TICK_SECONDS = 0.1
 LISTEN_SECONDS = 0.3
 START_SECONDS = 120.0  # that trainers may take to begin, on a busy machine
 DRAIN_SECONDS = 180.0  # that agents may take to come to an end once nothing disturbs them
-END_SECONDS = 15.0  # that an agent may take to end once it has nothing to do
+OVERTIME_SECONDS = 30.0  # that the hand may go on until each kind of fault has happened
 SECONDS_OF_A_KIND = 3.0  # a kind of fault is demanded if there is so much time for each
 BEYOND_FAULTS = (
     "tag saved again",
@@ -184,7 +194,7 @@ class Soak:
             arguments = ["--volume", str(disk.path), "--destination", url, "--run-id", RUN_ID]
             arguments += ["--rescan-seconds", "0.5", "--part-mib", "5", "--streams", "4"]
             arguments += ["--keep-last", str(self._plan.keep_last), "--retention-pause", "3"]
-            arguments += ["--abandon-seconds", "8", "--drain-seconds", "5"]
+            arguments += ["--abandon-seconds", "8", "--drain-seconds", str(AGENT_DRAIN_SECONDS)]
             arguments += [*STALE, "--log-format", "json"]
             agent = Agent(name, arguments, {**environ, "AWS_SDK_UA_APP_ID": AGENT_APP}, self.logs)
             nodes.append(Node(name, disk, agent, list(range(first, first + count))))
@@ -258,7 +268,19 @@ class Soak:
 
     def _disturb(self) -> None:
         end = time.monotonic() + self._plan.seconds
-        self._until(lambda: time.monotonic() >= end, self._plan.seconds + 60, lambda: "", hand=True)
+        last = end + OVERTIME_SECONDS if self._demanded() else end
+
+        def over() -> bool:
+            counts = self._hand.counts()
+            now = time.monotonic()
+            return now >= end and (now >= last or all(counts[name] for name in counts))
+
+        self._until(over, self._plan.seconds + 2 * OVERTIME_SECONDS, lambda: "", hand=True)
+
+    def _demanded(self) -> list[str]:
+        """Kinds that must happen."""
+        kinds = [kind.name for kind in self._hand.kinds]
+        return [*kinds, *BEYOND_FAULTS] if self._plan.is_long(len(kinds)) else []
 
     def _drain(self) -> None:
         """The hand rests, the trainers finish, and the agents come to an end by themselves."""
@@ -283,10 +305,10 @@ class Soak:
         )
         self._say_when("the agents have nothing left to do")
         for node in self._nodes:
-            node.agent.retire()
+            node.agent.retire(time.monotonic())
         self._until(
             lambda: all(node.agent.ended for node in self._nodes),
-            END_SECONDS,
+            GRACE_SECONDS + 5,
             lambda: "agents that have nothing to do do not end",
             hand=False,
         )
@@ -295,6 +317,9 @@ class Soak:
     def _check(self) -> None:
         """Hold the store to what was said."""
         server, outcome = self._server, self.outcome
+        for node in self._nodes:
+            for log in node.agent.logs:
+                self.ledger.hear(log.stem, json_lines(log))
         url = f"s3://{BUCKET}/{PREFIX}"
         direct = Commands(url, server.environ, self.logs / "checks")
         store = S3(server.url, server.access_key, server.secret_key).store(BUCKET, PREFIX)
@@ -316,10 +341,8 @@ class Soak:
                 outcome.problems += check_log(log.stem, json_lines(log), last=last)
         outcome.faults = self._hand.counts()
         self._count(checker)
-        demanded = list(outcome.faults) if self._plan.is_long(len(outcome.faults)) else []
-        outcome.problems += check_counts(
-            {**outcome.faults, **outcome.others}, [*demanded, *(BEYOND_FAULTS if demanded else ())]
-        )
+        happened = {**outcome.faults, **outcome.others}
+        outcome.problems += check_counts(happened, self._demanded())
         store.close()
 
     def _count(self, checker: Checker) -> None:

@@ -348,13 +348,20 @@ def test_a_line_that_a_killed_rank_was_writing_is_no_word_until_it_is_whole(tmp_
     assert ledger.counts["durable"] == 1
 
 
+def test_what_an_agent_says_in_its_log_counts_too(tmp_path: Path) -> None:
+    ledger = Ledger()
+    committed = {"event": "save.committed", "save_id": "x", "tag": "t"}
+    ledger.hear("agent-1", [{"event": "save.stored", "save_id": "y"}, committed])
+    assert list(ledger.claims) == ["x"]
+
+
 # ---- processes and faults
 
 
 def test_a_process_that_ended_by_itself_is_seen() -> None:
     ends = [End("one", -9, True, Path("one.log")), End("other", 0, False, Path("other.log"))]
     (problem,) = check_ends(ends)
-    assert "other ended by itself with code 0" in problem
+    assert "other ended with code 0, and nobody had made it" in problem
 
 
 def test_an_agent_that_asks_for_a_person_is_seen() -> None:

@@ -32,6 +32,6 @@ def test_a_connection_that_ended_up_in_itself_is_no_answer_and_no_error(tmp_path
         server.url = server._filer = f"http://{HOST}:{listener.getsockname()[1]}"
         sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
         with subprocess.Popen(sleeps) as server._process:
-            with pytest.raises(ServerError, match="did not answer.*its last words"):
+            with pytest.raises(ServerError, match=r"did not answer.*its last words"):
                 server._wait_until_ready()
             server._process.kill()
