@@ -70,6 +70,12 @@ def test_every_test_that_holds_a_promise_is_there(document: str) -> None:
     assert missing == []
 
 
+def test_the_protocol_names_targets_that_the_makefile_has() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = (ROOT / "docs/design/protocol.md").read_text()
+    assert {"simulate", "soak"} <= set(re.findall(r"`make ([a-z]+)", text)) <= targets
+
+
 def test_the_readme_names_targets_that_the_makefile_has() -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = re.findall(r"^make ([a-z]+)", (ROOT / "README.md").read_text(), re.MULTILINE)
