@@ -29,6 +29,7 @@ from ds_ckpt_store.errors import (
     AmbiguousError,
     CorruptionError,
     NotFoundError,
+    SettingsError,
     ShardChangedError,
     StoreError,
 )
@@ -140,6 +141,12 @@ class ShardUpload:
 
     def story(self, finish: Callable[[Stored], None]) -> Story:
         """All steps; ``finish`` is called when the store was seen to hold the shard."""
+        try:
+            yield from self._story(finish)
+        except SettingsError as error:  # no plan fits; it speaks of sizes alone
+            raise SettingsError(f"{self._shard.key}: {error}") from None
+
+    def _story(self, finish: Callable[[Stored], None]) -> Story:
         shard = self._shard
         resumed = 0
         if sent_whole(shard.size, self._store.capabilities, self._part_size):
