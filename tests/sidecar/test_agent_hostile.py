@@ -132,7 +132,8 @@ def test_more_entries_than_a_checkpoint_has_are_quarantined(world: World, traine
     manifest = trainer.save("evil", {"x": 1}, publish=False, latest=False)
     entry = manifest.shards[0].model_dump_json()
     head, tail = manifest.to_bytes().split(entry.encode())
-    data = head + b",".join([entry.encode()] * (MAX_SHARDS + 1)) + tail
+    unsealed = tail[: tail.rindex(b',"checksum"')] + b"}"
+    data = head + b",".join([entry.encode()] * (MAX_SHARDS + 1)) + unsealed
     assert len(data) < MAX_DOCUMENT_BYTES
     put(trainer, manifest.file_name, data)
     assert "at most" in check_refused(world, trainer, manifest.save_id)
