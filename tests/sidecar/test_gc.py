@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ class Destination:
         said: list[dict[str, Any]] = []
 
         def come() -> bool:
+            time.sleep(0.5)  # each try costs a client
             said.append(self.collected("--dry-run", *options))
             return said[-1]["counts"][kind] > 0
 
