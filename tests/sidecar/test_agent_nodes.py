@@ -186,16 +186,6 @@ def test_a_node_that_has_stored_its_part_gives_the_save_up_if_that_is_lost_too(
     assert world.states() == {"t": "abandoned"}
 
 
-def test_an_agent_that_saw_both_attempts_gives_up_what_the_earlier_one_left(
-    world: World, pair: Pair
-) -> None:
-    pair.save("lost")
-    again = Trainer(pair.paths[0], time_ms=pair.nodes[0].time_ms + 60_000, seed=7)
-    again.say()
-    with world.running(pair.paths[0], abandon_seconds=0):
-        until(lambda: world.states() == {"lost": "abandoned"})
-
-
 def test_a_lease_that_another_run_took_is_no_word_of_a_missing_node(
     world: World, pair: Pair
 ) -> None:
