@@ -331,12 +331,14 @@ class Lifecycle:
         self._end_uploads(save)
         if save.record is not None and save.record.state == "abandoned":
             manifest = save.manifest
-            self._catalog.delete_objects(
-                [
-                    *(_key(manifest, shard, companion=False) for shard in manifest.shards),
-                    *(_key(manifest, shard, companion=True) for shard in manifest.companions),
-                ]
-            )
+            keys = [
+                *(_key(manifest, shard, companion=False) for shard in manifest.shards),
+                *(_key(manifest, shard, companion=True) for shard in manifest.companions),
+            ]
+            try:
+                self._catalog.delete_objects(keys)
+            except (AccessError, RefusedError) as error:  # an agent may lack that right; gc has it
+                self._log.warning("objects.left", **self.facts(save), error=str(error))
         self._journal.forget_work(save.save_id)
 
     def _end_uploads(self, save: Save) -> None:

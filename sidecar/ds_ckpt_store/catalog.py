@@ -165,8 +165,10 @@ class Catalog:
                     return Lease(epoch, True, self.store_time(node))
                 continue
             owner_now, info = current
-            took_over = ""
+            took_over, leader = "", attempt
             began: dict[str, float] = owner_now.began
+            attempts = owner_now.attempts
+            since: float | None = None
             if owner_now.run_id != run_id:
                 now = self.store_time(node)
                 silent = now - info.modified
@@ -178,13 +180,14 @@ class Catalog:
                         f"{stale_after:.0f} s"
                     )
                 took_over = owner_now.run_id
-                epoch, attempts, unfinished = owner_now.epoch + 1, {}, set(nodes) | {node}
-                began = _at(attempt, self._began(node, age))
+                epoch, unfinished = owner_now.epoch + 1, set(nodes) | {node}
+                since = None if left_over else self._began(node, age)
+                leader = self._leader(run_id, attempt, since, owner_now)
+                began = {**began, **_at(attempt, since)} if leader == attempt else began
             elif attempt in owner_now.attempts:
                 epoch = owner_now.attempts[attempt]
                 if epoch != owner_now.epoch:
                     return Lease(epoch, False, self.store_time(node))
-                attempts = owner_now.attempts
                 unfinished = set(owner_now.unfinished) | {node}
             else:
                 since = None if left_over else self._began(node, age)
@@ -192,13 +195,12 @@ class Catalog:
                     # A save that an earlier attempt left behind: it must not outrank later ones.
                     earlier = _epoch_before(attempt, since, owner_now)
                     return Lease(earlier, False, self.store_time(node))
-                epoch, attempts = owner_now.epoch + 1, owner_now.attempts
-                unfinished = set(nodes) | {node}
+                epoch, unfinished = owner_now.epoch + 1, set(nodes) | {node}
                 began = {**began, **_at(attempt, since)}
             owner = _owner(
                 Owner(
                     run_id=run_id,
-                    attempt=attempt,
+                    attempt=leader,
                     epoch=epoch,
                     attempts=attempts,
                     began=began,
@@ -209,7 +211,25 @@ class Catalog:
                 finished=finished,
             )
             if self._write(_OWNER, owner, IfVersion(info.version)) is not None:
-                return Lease(epoch, True, self.store_time(node), took_over)
+                if leader != attempt:
+                    epoch = attempts.get(attempt) or _epoch_before(attempt, since, owner)
+                return Lease(epoch, leader == attempt, self.store_time(node), took_over)
+
+    def _leader(self, run_id: str, attempt: str, began: float | None, owner: Owner) -> str:
+        """Which attempt of a run leads when the run comes back to a prefix: this one, or a later.
+
+        Another run has used the prefix meanwhile; whoever of ours comes first may be a node that
+        was away since an attempt long past. The newest record tells of the last one.
+        """
+        own = [record.attempt for record in self.records() if record.run_id == run_id]
+        if not own or own[-1] == attempt:
+            return attempt
+        last = own[-1]
+        known = owner.attempts
+        if attempt in known and last in known:
+            return attempt if known[attempt] > known[last] else last
+        is_past = _is_earlier(attempt, began, owner.model_copy(update={"attempt": last}))
+        return last if is_past else attempt
 
     def _began(self, node: str, age: Callable[[], float] | None) -> float | None:
         """When an attempt began, on the store's clock; None if that cannot be told.

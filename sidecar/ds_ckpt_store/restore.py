@@ -309,6 +309,7 @@ class _Placement:
         aside = ""
         if self._in_place:
             return aside
+        self._refuse_links()
         if self._fs.stat(self._target) is not None:
             self._fs.make_folder(self._volume.aside)
             number = 0
@@ -320,6 +321,18 @@ class _Placement:
         self._fs.rename(self._shards, self._target)
         self._fs.sync_folder(os.path.dirname(self._target))
         return aside
+
+    def _refuse_links(self) -> None:
+        """The way to the tag's folder leads through folders of the volume and through no link."""
+        path = self._volume.path
+        for name in self._record.tag.split("/")[:-1]:
+            path = f"{path}/{name}"
+            state = self._fs.stat(path)
+            if state is not None and not state.is_folder:
+                raise SettingsError(
+                    f"{path} is a link or a file, and checkpoint {self._record.tag!r} belongs "
+                    "below it: remove it; nothing was put in place"
+                )
 
     def _describe(self, source: str) -> Restored:
         record = self._record

@@ -10,7 +10,7 @@ import pytest
 
 from ds_ckpt_sidecar.lifecycle import LONGEST_LOOK
 from ds_ckpt_store.contract.clock import SystemClock
-from ds_ckpt_store.errors import RefusedError
+from ds_ckpt_store.errors import AccessError, RefusedError
 from tests.sidecar.handoff import Trainer, save_together
 from tests.sidecar.world import World, contents, left_of_saves, status, until
 
@@ -280,3 +280,19 @@ def test_a_save_that_a_node_has_finished_without_is_given_up_though_its_attempt_
     assert world.states() == {}, "it has not been waited for long enough"
     world.once(pair.paths[0], abandon_seconds=0)
     assert world.states() == {"last": "abandoned"}
+
+
+def test_an_agent_without_the_right_to_delete_gives_up_a_save_all_the_same(
+    world: World, pair: Pair
+) -> None:
+    pair.save("t", size=100)
+    world.once(pair.paths[0])
+    (Path(pair.paths[1]) / "t/rank1.pt").write_bytes(b"written again, in place")
+    world.fault("delete", "fail-before", error=AccessError, count=None)
+    world.once(pair.paths[1])
+    assert world.states() == {"t": "abandoned"}
+    assert world.log.of("save.superseded")
+    world.once(pair.paths[0])
+    assert world.log.of("objects.left")
+    assert world.log.of("save.abandoned")
+    assert world.keys("t@"), "left for whoever may"

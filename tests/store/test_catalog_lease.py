@@ -237,3 +237,38 @@ def test_whoever_comes_for_the_lease_leaves_a_sign_of_life(prefix: Prefix) -> No
     with pytest.raises(OwnershipError):
         prefix.catalog.own("intruder", prefix.attempt(9), THIRD)
     assert prefix.catalog.last_seen(THIRD) == prefix.clock.now
+
+
+@pytest.mark.parametrize("dated", [True, False])
+def test_a_run_that_comes_back_is_led_by_its_last_attempt_whoever_of_it_comes_first(
+    prefix: Prefix, dated: bool
+) -> None:
+    """Another run has used the prefix; first comes a node that was away since the first attempt."""
+    begins = [prefix.clock.time() + number * 100 for number in range(2)]
+
+    def own(number: int, node: str) -> Lease:
+        begun = begins[number]
+        age = (lambda: prefix.clock.time() - begun) if dated else None
+        return prefix.another().own("run", prefix.attempt(number), node, age=age)
+
+    prefix.clock.sleep(1)
+    own(0, NODE)
+    prefix.commit("step1", epoch=1, attempt=prefix.attempt(0))
+    prefix.clock.sleep(100)
+    own(1, OTHER)
+    newest = prefix.commit("step9", epoch=2, attempt=prefix.attempt(1))
+    prefix.clock.sleep(1000)
+    assert prefix.another().own("other", "x", THIRD).epoch == 3
+    prefix.another().own("other", "x", THIRD, finished=True)
+    away = own(0, NODE)
+    assert (away.epoch, away.newest, away.took_over) == (1, False, "other")
+    owner = prefix.catalog.owner()
+    assert owner is not None
+    assert (owner.run_id, owner.attempt) == ("run", prefix.attempt(1))
+    late = prefix.commit("step2", epoch=away.epoch, attempt=prefix.attempt(0))
+    prefix.catalog.point(late)
+    prefix.catalog.point(newest)
+    assert prefix.catalog.latest() == newest
+    back = own(1, OTHER)
+    assert (back.epoch, back.newest) == (4, True)
+    assert own(0, NODE).newest is False

@@ -340,6 +340,23 @@ class Small(Filesystem):
         return Space(100 * MIB, 65 * MIB)
 
 
+def test_a_link_in_the_middle_of_a_tag_is_refused_and_not_written_through(
+    scene: Scene, tmp_path: Path
+) -> None:
+    scene.prefix.commit("a/b/step1")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    scene.folder.mkdir(exist_ok=True)
+    (scene.folder / "a").mkdir()
+    (scene.folder / "a/b").symlink_to(elsewhere)
+    with pytest.raises(SettingsError, match="a/b is a link or a file"):
+        scene.restore()
+    assert list(elsewhere.iterdir()) == []
+    (scene.folder / "a/b").unlink()
+    scene.restore()
+    assert (scene.folder / "a/b/step1/shard.pt").is_file()
+
+
 @pytest.mark.parametrize("name", ["restoring", "aside"])
 def test_a_folder_of_ours_that_is_a_link_is_refused_and_not_emptied(
     scene: Scene, tmp_path: Path, name: str
