@@ -211,6 +211,8 @@ ASKING = {
     "503": {"do": "status", "status": 503, "times": 3},
     "429": {"do": "status", "status": 429, "times": 3},
     "500": {"do": "status", "status": 500, "body": "", "times": 2},
+    "cut within": {"do": "cut_response", "after": 20},
+    "silence within": {"do": "stall_response", "after": 20},
 }
 APPLIED = {
     "applied, reset": {"do": "drop_response"},
@@ -332,6 +334,14 @@ class FaultStories:
             assert damage.objects == (shard.key,)
             restored = cloud.download(shard)
         assert restored == cloud.bytes_of(shard)
+
+    @pytest.mark.parametrize("what", ASKING)
+    def test_what_is_not_there_is_told_in_spite_of(self, cloud: Cloud, what: str) -> None:
+        """A refusal is read in another way than an object, and may break off as well."""
+        fault = _fault(cloud, cloud.wire.read, ASKING[what])
+        with pytest.raises(NotFoundError):
+            cloud.retrying().get("absent")
+        assert _happened(cloud, fault)
 
     @pytest.mark.parametrize("what", ASKING)
     def test_a_listing_is_whole_in_spite_of(self, cloud: Cloud, what: str) -> None:

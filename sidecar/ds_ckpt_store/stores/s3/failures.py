@@ -8,6 +8,7 @@ from typing import Any
 
 from botocore import exceptions as aws
 from botocore.parsers import ResponseParserError
+from urllib3.exceptions import HTTPError
 
 from ds_ckpt_store.errors import (
     AccessError,
@@ -28,6 +29,8 @@ _NO_CREDENTIALS = (
     aws.TokenRetrievalError,
     aws.SSOError,
 )
+# boto3 passes on what urllib3 raises while it reads an answer that is no stream, such as a refusal.
+_BROKEN_OFF = (aws.HTTPClientError, aws.IncompleteReadError, ResponseParserError, HTTPError)
 _NOT_SENT = (aws.EndpointConnectionError, aws.ConnectTimeoutError, aws.ProxyConnectionError)
 
 
@@ -59,7 +62,7 @@ class Failures:
             yield
         except aws.ClientError as error:
             raise self._from_answer(operation, key, client, error, write) from error
-        except (aws.BotoCoreError, ResponseParserError) as error:
+        except (aws.BotoCoreError, ResponseParserError, HTTPError) as error:
             raise self._from_failure(operation, key, client, error, write) from error
 
     def _from_answer(
@@ -102,7 +105,7 @@ class Failures:
             return RefusedError(operation, key, f"{where} is not trusted: {error}; {remedy}")
         if isinstance(error, _NOT_SENT):
             return TransientError(operation, key, f"{where} cannot be reached: {error}")
-        if isinstance(error, (aws.HTTPClientError, aws.IncompleteReadError, ResponseParserError)):
+        if isinstance(error, _BROKEN_OFF):
             lost = AmbiguousError if write else TransientError
             return lost(operation, key, f"connection to {where} failed: {error}")
         return RefusedError(operation, key, f"{where}: {error}")
