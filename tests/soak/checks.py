@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from tests.soak.nodes import End
 from tests.soak.shards import mark_of, sha256_of
 
 DOCUMENTS = ("owner.json", "saves/", "receipts/", "checkpoints/", "holds/", "clock/")
+RESTORES_AT_A_TIME = 2
 WANTS_HELP = (
     "save.quarantined",
     "save.held",
@@ -132,28 +135,26 @@ class Checker:
         committed = [record for record in self.records() if record.state == "committed"]
         if not committed:
             return ["nothing is committed"]
-        problems = []
         newest = {record.tag: record for record in committed}
-        for record in committed:
-            problems += self._restore(record, "--save", record.save_id)
-            if newest[record.tag] is record and any(
-                other.tag == record.tag and other is not record for other in committed
-            ):
-                problems += self._restore(record, "--tag", record.tag)
-        problems += self._restore(committed[-1])
-        return problems
+        several = {tag for tag, n in Counter(record.tag for record in committed).items() if n > 1}
+        wanted = [(record, ("--save", record.save_id)) for record in committed]
+        wanted += [(newest[tag], ("--tag", tag)) for tag in sorted(several)]
+        wanted.append((committed[-1], ()))
+        with ThreadPoolExecutor(RESTORES_AT_A_TIME) as pool:
+            found = list(pool.map(self._restore, range(len(wanted)), *zip(*wanted, strict=True)))
+        whole = [record for (record, _), bad in zip(wanted, found, strict=True) if not bad]
+        self.found.restored = len(whole)
+        self.found.restored_bytes = sum(record.size for record in whole)
+        return [problem for problems in found for problem in problems]
 
-    def _restore(self, record: Record, *options: str) -> list[str]:
-        folder = self._work / "restored"
+    def _restore(self, number: int, record: Record, options: tuple[str, ...]) -> list[str]:
+        folder = self._work / f"restored-{number}"
         what = f"{_name(record)} restored by {' '.join(options) or 'nothing'}"
         answer = self._run("restore", "--from", self._url, "--to", str(folder), *options)
         try:
             if answer.code:
                 return [f"{what}: exit code {answer.code}: {answer.errors.strip()[-2000:]}"]
-            problems = check_restored(self._ledger, folder, record.save_id, what)
-            self.found.restored += 1
-            self.found.restored_bytes += record.size
-            return problems
+            return check_restored(self._ledger, folder, record.save_id, what)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -62,7 +63,7 @@ class Command:
 
 
 class Commands:
-    """Makes calls on one prefix.
+    """Makes calls on one prefix; from any thread.
 
     Args:
         url: of the prefix.
@@ -74,11 +75,12 @@ class Commands:
         self._url = url
         self._environ = clean_environment(environ)
         self._logs = logs
+        self._numbers = itertools.count(1)
         self._calls: list[Command] = []
 
     def start(self, *arguments: str) -> Command:
         """Begin a call."""
-        name = f"{arguments[0]}-{len(self._calls) + 1}"
+        name = f"{arguments[0]}-{next(self._numbers)}"
         call = Command(name, list(arguments), self._environ, self._logs)
         self._calls.append(call)
         return call

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,8 +44,12 @@ def no_settings_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+one_at_a_time = threading.Lock()
+
+
 def ds_ckpt(*arguments: str) -> Answer:
-    result = CliRunner().invoke(app, list(arguments))
+    with one_at_a_time:  # it takes over the standard streams
+        result = CliRunner().invoke(app, list(arguments))
     return Answer(result.exit_code, result.stdout, result.stderr)
 
 
