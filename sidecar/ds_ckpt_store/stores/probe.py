@@ -165,7 +165,7 @@ def fit(store: Store, findings: Findings, *, allow_weak: bool = False) -> Store:
         WeakStoreError: it has no conditional create, and that was not allowed.
     """
     store.use_proof(findings.proof)
-    if findings.proof is Proof.READ_BACK:
+    if findings.proof in (Proof.READ_BACK, Proof.WRITTEN_CHECKSUM):
         store = ReadingBack(store, swaps=findings.swap)
     if not findings.conditional_create:
         if allow_weak:

@@ -1,9 +1,10 @@
-"""Small objects on a store that checks nothing: read again after each write, and put right.
+"""Small objects on a store that refuses nothing: read again after each write, and put right.
 
-Where the proof is READ_BACK a store takes whatever arrives. ``transfer/`` reads shards back; the
-protocol's documents (records, lease, receipts, pointer) come through here. A document that was
-changed on its way is replaced by the right one, over the very version that this write made, so
-that no other writer's is touched.
+Where the proof is READ_BACK a store takes whatever arrives, and where it is WRITTEN_CHECKSUM it
+tells what it wrote, right or wrong. ``transfer/`` sees to shards; the protocol's documents
+(records, lease, receipts, pointer) come through here. A document that was changed on its way is
+replaced by the right one, over the very version that this write made, so that no other writer's is
+touched.
 
 What stays open: a write that was changed on its way *and* whose answer was lost cannot be told
 from another writer's. Whoever reads it finds that it is damaged, and decides nothing from it.
@@ -14,7 +15,15 @@ from __future__ import annotations
 from ds_ckpt_store.contract.names import is_data
 from ds_ckpt_store.errors import CorruptionError
 from ds_ckpt_store.stores.forwarding import Forwarding
-from ds_ckpt_store.stores.port import BytesSource, Condition, IfVersion, ObjectInfo, Source, Store
+from ds_ckpt_store.stores.port import (
+    BytesSource,
+    Condition,
+    IfVersion,
+    ObjectInfo,
+    Proof,
+    Source,
+    Store,
+)
 
 TRIES = 4
 _VIEW = 1 << 20
@@ -40,7 +49,8 @@ class ReadingBack(Forwarding):
             CorruptionError: it kept arriving wrong.
         """
         info = self.store.put(key, source, condition=condition)
-        if is_data(key):
+        told = self.store.proof is Proof.WRITTEN_CHECKSUM and info.crc32c == source.crc32c
+        if told or is_data(key):
             return info
         with source.open() as reader:
             sent = b"".join(iter(lambda: bytes(reader.read(_VIEW)), b""))
