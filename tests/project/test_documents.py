@@ -56,6 +56,18 @@ def test_every_design_record_is_in_the_index() -> None:
     assert numbers == [f"{number:04}" for number in range(1, len(records) + 1)]
 
 
+def test_every_test_that_the_record_of_faults_names_is_there() -> None:
+    text = (ROOT / "docs/design/faults.md").read_text()
+    named = set(re.findall(r"`([\w/]+\.py)::(\w+)`", text))
+    assert len(named) == len(set(re.findall(r"`[^`]*::[^`]*`", text))) > 50
+    missing = [
+        f"{path}::{name}"
+        for path, name in sorted(named)
+        if not re.search(rf"^ *def {name}\(", (ROOT / "tests" / path).read_text(), re.MULTILINE)
+    ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("document", ["docs/design/protocol.md", "SECURITY.md"])
 def test_every_test_that_holds_a_promise_is_there(document: str) -> None:
     text = (ROOT / document).read_text()
