@@ -142,6 +142,18 @@ MUTANTS = (
         "        if owner is None or (owner.run_id, owner.epoch) != (self._run_id, lease.epoch):\n"
         "            return\n",
         "",
+        (
+            (
+                f"{SIDECAR}/syncer.py",
+                "lease is None or not lease.newest:\n",
+                "lease is None:\n",
+            ),
+            (
+                f"{STORE}/retention.py",
+                "        if not committed or committed[-1].epoch > lease.epoch:\n",
+                "        if not committed:\n",
+            ),
+        ),
     ),
     Mutant(
         "moves latest by time alone",

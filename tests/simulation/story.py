@@ -535,7 +535,7 @@ class Hand:
             return
         count = job.nodes if b < 0.3 else 1 + int(a * (job.nodes - 1))
         slots = self._rng.sample(range(job.nodes), count)
-        stay = 0.0 if b < 0.4 else self._rng.uniform(5, 80)
+        stay = 0.0 if b < 0.4 else self._rng.uniform(5, 150)
         new = job.replace(slots, stay=stay, drain=b > 0.7)
         if a < 0.3:  # an init container brings the newest back before anything else starts
             for pod in new:
