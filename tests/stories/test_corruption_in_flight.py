@@ -26,7 +26,6 @@ PROOFS = [
     "seaweed:signed-payload",
     "seaweed:read-back",
     "swift",  # signed-payload
-    "swift:content-md5",
     "azure",  # content-crc64
     "azure:content-md5",
     "gcs",  # read-back
@@ -74,8 +73,8 @@ def test_a_bit_that_is_changed_once_costs_a_repetition(
 @pytest.mark.parametrize(
     ("place", "size"),
     [
-        *((place, "small") for place in PROOFS if place != "swift:content-md5"),
-        *((place, "large") for place in ("seaweed", "seaweed:read-back", "azure", "gcs")),
+        *((place, "small") for place in PROOFS if "signed" not in place and "azure:" not in place),
+        *((place, "large") for place in ("seaweed", "seaweed:read-back", "azure")),
     ],
     indirect=["place"],
 )
