@@ -415,9 +415,15 @@ class Hand:
         self._fetch("restore past a flipped byte")
 
     def _flip_document(self) -> None:
+        # Apart from each other: what looks damaged is read twice.
         faults = [
-            Fault(rf"^GET [^?]*{DOCUMENT}[^?]*$", "flip_response", after=self._rng.randrange(400))
-            for _ in range(6)
+            Fault(
+                rf"^GET [^?]*{DOCUMENT}[^?]*$",
+                "flip_response",
+                after=self._rng.randrange(150),
+                skip=4 * number,
+            )
+            for number in range(5)
         ]
         self._on_the_wire("byte flipped in a document coming down", *faults)
 

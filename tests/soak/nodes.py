@@ -218,9 +218,9 @@ class Agent:
             self.program.kill()
 
     def drain(self, now: float) -> None:
-        """SIGTERM; it ends well, or says what it has left, and does so in time."""
+        """SIGTERM; it ends well, or says what it has left, in time; or has not even begun."""
         if self.program is not None:
-            self._wanted, self._grace = (0, 1), now + GRACE_SECONDS
+            self._wanted, self._grace = (0, 1, -signal.SIGTERM), now + GRACE_SECONDS
             self.program.send(signal.SIGTERM)
 
     def retire(self, now: float) -> None:
