@@ -104,6 +104,7 @@ class Disk:
         self.locks: dict[str, tuple[int, int, Process]] = {}
         self.database = f"journal{self.number}"
         self._kept: sqlite3.Connection | None = seams.keep_database(self.database)
+        self._folders: dict[str, Folder] = {}
         self.on_new_name: dict[str, list[Callable[[], None]]] = {}
         self.on_removed: Callable[[Process, Disk, str, File], None] = lambda *_: None
         for name in path.strip("/").split("/"):
@@ -141,6 +142,10 @@ class Disk:
 
     def at(self, path: str) -> File | Folder | None:
         """What has a name."""
+        parent, _, leaf = path.rpartition("/")
+        folder = self._folders.get(parent)
+        if folder is not None and leaf:
+            return folder.names.get(leaf)
         node: File | Folder = self.root
         for name in _components(path):
             if node.__class__ is not Folder:
@@ -149,7 +154,13 @@ class Disk:
             if found is None:
                 return None
             node = found
+        if node.__class__ is Folder:
+            self._folders[path] = node
         return node
+
+    def folders_changed(self) -> None:
+        """A folder has gone, or has another name."""
+        self._folders.clear()
 
     def folder_at(self, path: str) -> Folder | None:
         found = self.at(path)
@@ -407,6 +418,8 @@ class SimFilesystem(Filesystem):
         del folder.names[leaf]
         if isinstance(node, File):
             node.links -= 1
+        else:
+            self.disk.folders_changed()
         self._set(target, node)
         self._done("renamed")
 
@@ -432,6 +445,7 @@ class SimFilesystem(Filesystem):
         if not isinstance(node, Folder) or node.names:
             return False
         del parent.names[leaf]
+        self.disk.folders_changed()
         self._done("folder removed")
         return True
 
@@ -451,6 +465,7 @@ class SimFilesystem(Filesystem):
         self._change("rotate", path)
         parent, leaf = self._parent(path)
         node = parent.names.pop(leaf, None)
+        self.disk.folders_changed()
         if node is not None:
             self._forget(node, path)
 

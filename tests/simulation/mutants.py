@@ -169,12 +169,6 @@ MUTANTS = (
         "",
     ),
     Mutant(
-        "does not point at the start",
-        f"{SIDECAR}/syncer.py",
-        "            if self._catalog.point(committed[-1]):\n",
-        "            if False:\n",
-    ),
-    Mutant(
         "takes a prefix from a live run",
         f"{STORE}/catalog.py",
         "if owner_now.unfinished and silent <= stale_after:",

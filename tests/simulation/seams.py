@@ -27,6 +27,7 @@ import ds_ckpt_hook.publishing
 import ds_ckpt_hook.remote
 import ds_ckpt_hook.session
 import ds_ckpt_sidecar.agent
+import ds_ckpt_sidecar.observe.report
 import ds_ckpt_store.contract.volume
 from ds_ckpt_sidecar.journal import Journal
 from ds_ckpt_store.contract.clock import Clock
@@ -283,6 +284,7 @@ def swapped(
         swap(ds_ckpt_sidecar.agent, "probe", _findings)
         swap(hook.session, "process_started", lambda clock: clock.time())
         swap(hook.session, "HEARTBEAT_SECONDS", 30.0)
+        swap(ds_ckpt_sidecar.observe.report, "HEARTBEAT_SECONDS", 20.0)
         swap(hook.publishing, "_LONGEST_POLL", 5.0)
         swap(hook.feedback, "_POLL", 5.0)
         yield

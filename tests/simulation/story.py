@@ -23,8 +23,8 @@ from tests.simulation.trainer import Attempt, Meeting, marks_of, train
 
 LEAST_SAVES = 5
 LEAST_NODES = 4
-MOST_SAVES = 6
-MOST_ATTEMPTS = 6
+MOST_SAVES = 4
+MOST_ATTEMPTS = 5
 
 
 @dataclass
@@ -194,7 +194,7 @@ class Job:
             number=number,
             run_id=self.run_id,
             meeting=Meeting(world.kernel, sum(self._ranks)),
-            saves_wanted=self._rng.randint(1, 2) if world.resting else self._rng.randint(2, 4),
+            saves_wanted=1 if world.resting else self._rng.randint(1, 3),
             pause=self._rng.choice((4.0, 10.0, 20.0)),
             with_destination=self.with_destination,
             with_script=self._rng.random() < 0.3,
@@ -329,7 +329,7 @@ class World:
         self.options = options
         self.job = Job(self, "run", rng.choice((4, 4, 4, 5)), options)
         self.foreign: Job | None = None
-        self.horizon = rng.uniform(60, 160)
+        self.horizon = rng.uniform(40, 110)
         self.hand = Hand(self, chance.rng("hand"))
 
     def next_number(self) -> int:
@@ -485,7 +485,7 @@ class Hand:
             "suspend": 0.3,
         }
         names = list(kinds)
-        count = rng.randint(3, 9)
+        count = rng.randint(3, 7)
         chosen = rng.choices(names, weights=list(kinds.values()), k=count)
         if not {"kill agent", "kill trainers", "replace pods"} & set(chosen):
             chosen.append("kill agent")

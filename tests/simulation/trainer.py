@@ -182,6 +182,8 @@ def train(attempt: Attempt, process: Process, disk: Disk, rank: int, *, leader: 
         attempt.failed = attempt.failed or str(error)
         process.kernel.say(f"cannot resume: {error}")
         return
+    if rng.random() < 0.5:  # torch and DeepSpeed take their time before they load
+        process.wait(rng.random() * 15)
     loaded = _load(attempt, disk, rank, tag)
     attempt.resumed[rank] = (tag, loaded)
     engine.global_steps = _step_of(loaded)
