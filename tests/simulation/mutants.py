@@ -232,29 +232,10 @@ MUTANTS = (
         "    return True\n",
     ),
     Mutant(
-        "takes an old lease for the newest",
-        f"{SIDECAR}/syncer.py",
-        "        if lease.newest:  # what was",
-        "        if False:  # what was",
-    ),
-    Mutant(
-        "waits for one save before it looks at the next",
-        f"{SIDECAR}/syncer.py",
-        "            else:\n                self._advanced(save)\n",
-        "            else:\n                self._advanced(save)\n"
-        "                if save.waiting_for:\n                    break\n",
-    ),
-    Mutant(
         "forgets what others have completed",
         f"{SIDECAR}/syncer.py",
         "                self._catalog.commit(intent)\n",
         "                pass\n",
-    ),
-    Mutant(
-        "takes save times from the clock",
-        f"{HOOK}/plan.py",
-        "    time_ms = max(reports[0].now_ms, *(report.newest_ms + 1 for report in reports))\n",
-        "    time_ms = reports[0].now_ms\n",
     ),
     Mutant(
         "raises into training",
