@@ -102,7 +102,7 @@ def gc(
         if not settings.destination:
             raise InputError("say where: give the URL, or set DS_CKPT_DESTINATION")
         with opened(settings.destination, stall_seconds) as store:
-            run = _run(for_reading(store), settings.run_id)
+            run = _run(for_reading(store), settings)
             store = for_reading(store) if dry_run else _for_deciding(store, settings)
             collector = Collector(
                 Catalog(store, system_random()),
@@ -116,20 +116,34 @@ def gc(
             report.end()
 
 
-def _run(store: Store, run_id: str) -> str:
-    """The run whose garbage is asked for; without a lease there is nothing to judge by."""
-    owner = Catalog(store, system_random()).owner()
-    if owner is None:
+def _run(store: Store, settings: GcSettings) -> str:
+    """The run whose garbage is asked for; where nothing was ever stored there is none."""
+    catalog = Catalog(store, system_random())
+    owner = catalog.owner()
+    if owner is None and not (catalog.records() or catalog.undecided()):
         raise InputError(
-            f"{store.url} has no lease, so no agent has worked under it: correct the URL (it is "
-            "the agent's destination, with the run's prefix)"
+            f"{store.url} has no lease and no save, so no agent has worked under it: correct the "
+            "URL (it is the agent's destination, with the run's prefix)"
         )
-    if not run_id:
+    if owner is not None and settings.lease_stale_seconds < owner.stale_seconds:
         typer.echo(
-            f"ds-ckpt: of run {owner.run_id!r}, which has the lease (--run-id names another)",
+            f"ds-ckpt: warning: agents count a silence of {owner.stale_seconds:.0f} s as death, and "
+            f"this gc one of {settings.lease_stale_seconds:.0f} s: it may give up a save that is "
+            "at work",
             err=True,
         )
-    return run_id or owner.run_id
+    if settings.run_id:
+        return settings.run_id
+    if owner is None:
+        raise InputError(
+            f"{store.url} has no lease, which was lost: name the run with --run-id (the next start "
+            "of an agent makes a new one)"
+        )
+    typer.echo(
+        f"ds-ckpt: of run {owner.run_id!r}, which has the lease (--run-id names another)",
+        err=True,
+    )
+    return owner.run_id
 
 
 def _for_deciding(store: Store, settings: GcSettings) -> Store:
@@ -224,6 +238,13 @@ class _Report:
             typer.echo(self._summary())
         if any(left.failed for left in collector.left):
             raise typer.Exit(1)
+        if not collector.known:
+            typer.echo(
+                f"ds-ckpt: nothing of run {self._run!r} is known under {self._url}: is the name "
+                "right?",
+                err=True,
+            )
+            raise typer.Exit(2)
 
     def _summary(self) -> str:
         sums = [self._sum(kind) for kind in _WORDS if self._counts[kind] and kind != "unexplained"]
@@ -241,7 +262,9 @@ class _Report:
         if self._collector.pointed is not None:
             parts.append(f"latest names {self._collector.pointed.folder} now")
         if self._collector.foreign:
-            parts.append(f"{self._collector.foreign} of other runs not touched")
+            count = self._collector.foreign
+            folders = "folder" if count == 1 else "folders"
+            parts.append(f"{count} {folders} of other runs not touched")
         mode = ", dry run" if self._dry_run else ""
         return f"gc of run {self._run!r} under {self._url}{mode}: {'; '.join(parts)}"
 

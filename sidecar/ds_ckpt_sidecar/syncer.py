@@ -269,6 +269,7 @@ class Syncer:
             known = trainer if trainer is not None and trainer.attempt == current else None
             self._age = self._age_of(known) if known is not None else None
             self._take(current, self._nodes_of(current, known), age=self._age)
+            self._swept = False  # what an earlier attempt completed late is looked for once more
         for attempt in sorted(attempts - {current, *self._leases}):
             self._take(attempt, (), left_over=True)
         self.renew()
@@ -359,7 +360,7 @@ class Syncer:
                 self._lifecycle.enter(save, "held", reason)
 
     def _sweep(self, check: Callable[[], None]) -> None:
-        """Once, at start: commit what is complete, whoever stored it, and point to the newest."""
+        """At start, and once for each attempt: commit what is complete, and point to the newest."""
         if self._swept:
             return
         for intent in self._catalog.undecided():
@@ -525,7 +526,13 @@ class Syncer:
             or self.unfinished()
         ):
             return
-        self._catalog.own(self._run_id, self._attempt, self._node, finished=True)
+        self._catalog.own(
+            self._run_id,
+            self._attempt,
+            self._node,
+            finished=True,
+            stale_after=self._settings.lease_stale_seconds,
+        )
         self._released = True
         self._log.info("lease.released", run_id=self._run_id, attempt=self._attempt)
 

@@ -30,6 +30,7 @@ from ds_ckpt_store.errors import (
     DamagedError,
     NotFoundError,
     RefusedError,
+    StoreError,
     TagError,
     UnknownSchemaError,
 )
@@ -122,6 +123,7 @@ class Collector:
         dated: whether the last sweep knew the store's time. A dry run that may not write does not,
             and takes the newest of our own documents for it: it may find less than there is.
         pointed: the record that the last sweep moved ``latest`` to.
+        known: whether the last sweep met anything of the run at all.
     """
 
     def __init__(
@@ -140,6 +142,7 @@ class Collector:
         self.foreign = 0
         self.dated = True
         self.pointed: Record | None = None
+        self.known = False
 
     def sweep(self, *, dry_run: bool, check: Callable[[], None] = lambda: None) -> list[Finding]:
         """One sweep; see :meth:`look`. Repeat it until it finds nothing that can be removed."""
@@ -158,6 +161,7 @@ class Collector:
                 allowed to be removed is in :attr:`left` instead.
         """
         self.left, self.foreign, self.pointed = [], 0, None
+        self.known = False
         sweep = _Sweep(dry_run, check, self._store_time(dry_run))
         for upload in self._uploads():
             sweep.uploads.setdefault(_place(upload.key), []).append(upload)
@@ -171,7 +175,7 @@ class Collector:
         self.dated = True
         try:
             return self._catalog.store_time(CLOCK_NAME)
-        except _NOT_ALLOWED:
+        except StoreError:  # no right to write, or no byte free
             if not dry_run:
                 raise
             self.dated = False
@@ -190,6 +194,7 @@ class Collector:
             sweep.check()
             if intent.run_id != self._run_id:
                 continue
+            self.known = True
             try:
                 yield from self._decide(sweep, intent)
             except _UNREADABLE as error:
@@ -305,7 +310,9 @@ class Collector:
             sweep.newest = max(sweep.newest or record, record, key=lambda each: each.order)
         if fate.foreign:
             self.foreign += 1
-        elif record is not None and record.state == "committed":
+            return
+        self.known = True
+        if record is not None and record.state == "committed":
             yield from self._beside(record, objects)
         elif record is not None:
             yield from self._bury(sweep, record, objects)

@@ -74,6 +74,7 @@ class Owner(Document):
             its sidecars could tell. Clocks of machines, of which attempt ids are made, order
             nothing where this is known.
         unfinished: nodes of the newest attempt that have not said that they are finished.
+        stale_seconds: after how long a silence its sidecars count a lease as dead.
     """
 
     run_id: Identifier
@@ -82,6 +83,7 @@ class Owner(Document):
     attempts: dict[str, int]
     began: dict[str, FiniteFloat] = {}
     unfinished: list[str]
+    stale_seconds: float = 0.0
     nonce: str
 
 

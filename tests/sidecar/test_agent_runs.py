@@ -13,6 +13,7 @@ import pytest
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract.clock import SystemClock
 from ds_ckpt_store.contract.manifest import TrainerStatus
+from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import AccessError
 from ds_ckpt_store.stores.memory import MemoryStore
 from ds_ckpt_store.stores.port import BytesSource
@@ -231,6 +232,30 @@ def test_a_start_commits_what_others_have_stored_and_points_to_the_newest(
     world.once(trainer.volume.path)  # a third node of the run, with nothing of its own
     assert world.states() == {"both": "committed"}
     assert world.latest() == "both"
+
+
+def test_a_new_attempt_commits_what_was_completed_after_the_start(
+    world: World, trainer: Trainer, tmp_path: Path
+) -> None:
+    """The last receipt of a save whose pods are gone was on its way for long."""
+    gone = Trainer(tmp_path / "gone", attempt=trainer.attempt, seed=5)
+    gone.save("old", {"x": 10})
+    world.once(tmp_path / "gone")
+    objects = world.bucket.objects
+    late = {key: objects.pop(key) for key in list(objects) if "/receipts/" in key}
+    for key in list(objects):
+        if "/checkpoints/" in key or key == "latest":
+            del objects[key]
+    trainer.say()
+    with world.running(trainer.volume.path):
+        until(lambda: Volume(trainer.volume.path).sidecar_status())
+        until(lambda: len(world.log.of("lease.taken")) > 1)
+        assert world.states() == {}
+        objects.update(late)
+        again = Trainer(trainer.volume.path, time_ms=START_MS + 900_000, seed=6)
+        again.say()
+        again.save("new", {"x": 10})
+        until(lambda: world.states() == {"old": "committed", "new": "committed"})
 
 
 def test_a_record_whose_pointer_was_not_moved_is_pointed_to_at_the_next_start(

@@ -34,10 +34,16 @@ def main() -> int:
     parser.add_argument("--until-broken", action="store_true", help="stop at the first violation")
     parser.add_argument("--no-shrink", action="store_true", help="do not make a failing run small")
     chosen = parser.parse_args()
+    if chosen.jobs < 1:
+        parser.error("--jobs: at least one process")
+    if chosen.one is None and (chosen.only or chosen.trace):
+        parser.error("--only and --trace are for one run: give --one SEED")
     if chosen.one is not None:
         only = frozenset(chosen.only) if chosen.only else None
         outcome = run(chosen.one, only=only, trace=print if chosen.trace else None)
         tell(outcome)
+        for each in sorted((only or frozenset()) - set(outcome.accidents)):
+            print(f"  did not happen: {each}")
         return 1 if outcome.broken else 0
     seed = chosen.seed if chosen.seed is not None else random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}: {chosen.runs} runs in {chosen.jobs} processes", flush=True)

@@ -322,6 +322,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     chosen = parser.parse_args()
+    unknown = [each for each in chosen.names if not any(each in m.name for m in MUTANTS)]
+    if unknown:
+        parser.error(f"no mutant has such a name: {', '.join(unknown)}")
     survived = []
     for mutant in MUTANTS:
         if chosen.names and not any(each in mutant.name for each in chosen.names):
