@@ -127,7 +127,7 @@ def _run(store: Store, settings: GcSettings) -> str:
         )
     if owner is not None and settings.lease_stale_seconds < owner.stale_seconds:
         typer.echo(
-            f"ds-ckpt: warning: agents count a silence of {owner.stale_seconds:.0f} s as death, and "
+            f"ds-ckpt: warning: agents take {owner.stale_seconds:.0f} s of silence for death, and "
             f"this gc one of {settings.lease_stale_seconds:.0f} s: it may give up a save that is "
             "at work",
             err=True,
