@@ -37,7 +37,7 @@ from tests.simulation.kernel import Kernel, Killed, Process, WorldClock
 
 T = TypeVar("T")
 URL = "memory://cloud/run"
-PART = 128  # bytes
+PART = 192  # bytes
 PAGE = 7  # keys
 LIMITS = Limits(min_part=16, max_part=1 << 20, max_parts=1000, max_object=1 << 30, max_put=1 << 20)
 LATEST_SECONDS = 300.0

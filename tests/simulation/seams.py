@@ -6,6 +6,7 @@
 * the journal's database: in memory, as long as its volume lives;
 * the probe of the store, whose many calls would be most of each run: its findings;
 * notifications of the outbox, and the URL by which the hook opens a store: the world's;
+* reading a document: one that was read before is remembered;
 * how often the hook looks and beats: seldom, since each look costs a moment of the real world.
 """
 
@@ -28,8 +29,10 @@ import ds_ckpt_hook.remote
 import ds_ckpt_hook.session
 import ds_ckpt_sidecar.agent
 import ds_ckpt_sidecar.observe.report
+import ds_ckpt_store.catalog
 import ds_ckpt_store.contract.volume
 from ds_ckpt_sidecar.journal import Journal
+from ds_ckpt_store.contract import manifest
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.stores.port import Store
 from ds_ckpt_store.stores.probe import Findings
@@ -243,6 +246,19 @@ class SimJournal(Journal):
             super().close()
 
 
+def remembering(parse: Callable[[Any, bytes], Any]) -> Callable[[Any, bytes], Any]:
+    """The same, which reads each document once: it is frozen, and all nodes read the same ones."""
+    known: dict[tuple[Any, bytes], Any] = {}
+
+    def read(kind: Any, data: bytes) -> Any:
+        key = (kind, data)
+        if key not in known:
+            known[key] = parse(kind, data)
+        return known[key]
+
+    return read
+
+
 def _findings(store: Store, *_: object) -> Findings:
     """What a probe would find; the cloud keeps its promises."""
     return Findings(store.proof, conditional_create=True, swap=True)
@@ -277,6 +293,9 @@ def swapped(
         swap(hook.publishing, "queue", QUEUE)
         swap(hook.publishing, "atexit", ATEXIT)
         swap(ds_ckpt_store.contract.volume, "uuid", UUID)
+        parse = remembering(manifest.parse)
+        for module in (ds_ckpt_store.contract.volume, ds_ckpt_store.catalog):
+            swap(module, "parse", parse)
         for module in (hook.local, hook.remote):
             swap(module, "ThreadPoolExecutor", Inline)
         swap(hook.remote, "open_store", open_store)

@@ -183,6 +183,10 @@ class Job:
             or self.world.chance.counts.get("saves", 0) >= MOST_SAVES
         )
 
+    def _still_to_save(self) -> int:
+        """In the last attempt: one save at least, and as many as the run lacks."""
+        return max(1, LEAST_SAVES - self.world.chance.counts.get("saves", 0))
+
     def enough(self) -> bool:
         return self.world.chance.counts.get("saves", 0) >= LEAST_SAVES
 
@@ -194,7 +198,7 @@ class Job:
             number=number,
             run_id=self.run_id,
             meeting=Meeting(world.kernel, sum(self._ranks)),
-            saves_wanted=1 if world.resting else self._rng.randint(1, 3),
+            saves_wanted=self._still_to_save() if world.resting else self._rng.randint(1, 3),
             pause=self._rng.choice((4.0, 10.0, 20.0)),
             with_destination=self.with_destination,
             with_script=self._rng.random() < 0.3,
@@ -317,7 +321,7 @@ class World:
             kernel, ahead=rng.uniform(-300, 300), proof=proof, changed=self.checker.changed
         )
         self.checker.cloud = self.cloud
-        keep = rng.choice((None, 1, 2, 2, 3))
+        keep = rng.choice((None, None, 1, 2, 3))
         options = AgentOptions(
             run_id=rng.choice(("", "run")),
             keep_last=keep,
@@ -329,7 +333,7 @@ class World:
         self.options = options
         self.job = Job(self, "run", rng.choice((4, 4, 4, 5)), options)
         self.foreign: Job | None = None
-        self.horizon = rng.uniform(40, 110)
+        self.horizon = rng.uniform(50, 130)
         self.hand = Hand(self, chance.rng("hand"))
 
     def next_number(self) -> int:
