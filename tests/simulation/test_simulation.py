@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,7 @@ def test_a_mutant_is_caught_and_named_by_its_invariant(name: str) -> None:
     (mutant,) = [each for each in mutants.MUTANTS if each.name == name]
     took, seen = mutants.hunt(mutant, 60, 1, 2)
     assert took, seen
-    assert seen.startswith(("I1", "I2", "I4"))
+    assert re.match(r"I[1-8]: ", seen), seen
 
 
 def test_a_run_that_breaks_is_made_small() -> None:
@@ -74,7 +75,7 @@ def test_a_run_that_breaks_is_made_small() -> None:
         broken = next(o for o in (run(f"3.{n}") for n in range(40)) if o.broken)
         small = shrink(broken)
         again = run(small.seed, only=frozenset(small.accidents))
-    assert small.broken[0].startswith("I3")
+    assert small.broken[0][:3] == broken.broken[0][:3]
     assert len(small.accidents) < len(broken.accidents)
     assert again.broken == small.broken
     assert not run(small.seed, only=frozenset(small.accidents)).broken, "it is the code, not chance"

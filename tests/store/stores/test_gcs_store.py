@@ -30,6 +30,7 @@ from ds_ckpt_store.stores.gcs import GCSOptions, GCSStore
 from ds_ckpt_store.stores.gcs.answers import Answer, answer_of, kind_of, parse_xml
 from ds_ckpt_store.stores.port import BytesSource, IfAbsent, IfVersion, Proof, Upload
 from ds_ckpt_store.stores.probe import fit, probe
+from ds_ckpt_store.stores.reading_back import ReadingBack
 from tests import certificates
 from tests.faultproxy import Fault, FaultProxy
 from tests.servers_gcs import GCS
@@ -75,7 +76,9 @@ def test_an_emulator_that_accepts_any_checksum_is_read_back(store: GCSStore) -> 
     assert findings.proof is Proof.READ_BACK
     assert findings.conditional_create
     assert findings.swap
-    assert fit(store, findings) is store
+    fitted = fit(store, findings)
+    assert isinstance(fitted, ReadingBack)
+    assert fitted.store is store
     assert list(store.list("")) == []
     assert list(store.uploads("")) == []
 
