@@ -86,7 +86,7 @@ def draw_odds(rng: random.Random) -> Odds:
             "changed on its way up": draw(0.02),
             "changed on its way down": draw(0.03),
             "outlives its sender": 0.5,
-            "lock does not hold": draw(0.3, 0.15),
+            "lock does not hold": draw(0.5, 0.5),
         }
     )
 
