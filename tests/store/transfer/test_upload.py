@@ -144,7 +144,19 @@ def test_a_store_that_tells_no_checksum_is_believed_only_for_a_version_verified_
     scene.upload(shard)
     assert scene.sent == 0
     scene.upload(shard, log=MemoryUploadLog())
-    assert scene.sent == shard.size
+    # What checks nothing can only be read: then it is, and what is right is not written over.
+    assert scene.sent == (0 if proof is Proof.READ_BACK else shard.size)
+
+
+def test_one_wrong_reading_is_no_reason_to_write_over_what_a_receipt_may_vouch_for(
+    scene: Scene,
+) -> None:
+    scene.store = FaultyStore(memory_store(scene.bucket, Proof.READ_BACK))
+    shard = scene.shard("rank0.pt", 3 * PART)
+    scene.upload(shard)
+    scene.store.script.append(Rule("read", "corrupt"))
+    scene.upload(shard, log=MemoryUploadLog())
+    assert scene.sent == 0
 
 
 def test_an_object_with_other_bytes_of_the_same_size_is_replaced(scene: Scene) -> None:
