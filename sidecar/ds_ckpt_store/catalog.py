@@ -238,10 +238,12 @@ class Catalog:
 
         A look at that clock may take minutes, with all retries; then it is looked at again.
         """
-        for _ in range(DECIDING_ROUNDS if age is not None else 0):
-            before = age() if age is not None else 0.0
+        if age is None:
+            return None
+        for _ in range(DECIDING_ROUNDS):
+            before = age()
             now = self.store_time(node)
-            after = age() if age is not None else 0.0
+            after = age()
             if after - before <= _BEGAN_SLACK:
                 return now - after
         return None
