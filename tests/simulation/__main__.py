@@ -7,6 +7,7 @@ Exit code 0: no invariant broken and everything that must happen has happened.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import random
 import sys
@@ -39,6 +40,7 @@ def main() -> int:
     if chosen.one is None and (chosen.only or chosen.trace):
         parser.error("--only and --trace are for one run: give --one SEED")
     if chosen.one is not None:
+        logging.disable(logging.CRITICAL)
         only = frozenset(chosen.only) if chosen.only else None
         outcome = run(chosen.one, only=only, trace=print if chosen.trace else None)
         tell(outcome)

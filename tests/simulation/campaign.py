@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -139,6 +140,7 @@ def _number(seed: str) -> int:
 
 def _batch(seeds: list[str]) -> tuple[list[Outcome], float]:
     outcomes = []
+    logging.disable(logging.CRITICAL)
     for seed in seeds:
         outcome = run(seed)
         if not outcome.broken:

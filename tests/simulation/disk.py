@@ -104,7 +104,7 @@ class Disk:
         self.locks: dict[str, tuple[int, int, Process]] = {}
         self.database = f"journal{self.number}"
         self._kept: sqlite3.Connection | None = seams.keep_database(self.database)
-        self._folders: dict[str, Folder] = {}
+        self.known_folders: dict[str, Folder] = {}
         self.on_new_name: dict[str, list[Callable[[], None]]] = {}
         self.on_removed: Callable[[Process, Disk, str, File], None] = lambda *_: None
         for name in path.strip("/").split("/"):
@@ -143,7 +143,7 @@ class Disk:
     def at(self, path: str) -> File | Folder | None:
         """What has a name."""
         parent, _, leaf = path.rpartition("/")
-        folder = self._folders.get(parent)
+        folder = self.known_folders.get(parent)
         if folder is not None and leaf:
             return folder.names.get(leaf)
         node: File | Folder = self.root
@@ -155,15 +155,15 @@ class Disk:
                 return None
             node = found
         if node.__class__ is Folder:
-            self._folders[path] = node
+            self.known_folders[path] = node
         return node
 
     def folders_changed(self) -> None:
         """A folder has gone, or has another name."""
-        self._folders.clear()
+        self.known_folders.clear()
 
     def folder_at(self, path: str) -> Folder | None:
-        found = self.at(path)
+        found = self.known_folders.get(path) or self.at(path)
         return found if isinstance(found, Folder) else None
 
 
@@ -206,6 +206,9 @@ class SimFilesystem(Filesystem):
 
     def _parent(self, path: str) -> tuple[Folder, str]:
         parent, _, leaf = path.rpartition("/")
+        known = self.disk.known_folders.get(parent)
+        if known is not None:
+            return known, leaf
         folder = self.disk.at(parent)
         if folder is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -61,7 +60,6 @@ def run(
         trace: told of every change, one line each.
     """
     began = time.process_time()
-    logging.disable(logging.CRITICAL)
     chance = Chance(seed, only)
     kernel = Kernel(chance)
     kernel.trace = trace
@@ -86,7 +84,6 @@ def run(
                 world.close()
     finally:
         gc.enable()
-        logging.disable(logging.NOTSET)
     return Outcome(
         seed=seed,
         broken=world.checker.broken,

@@ -7,7 +7,7 @@
 * the probe of the store, whose many calls would be most of each run: its findings;
 * notifications of the outbox, and the URL by which the hook opens a store: the world's;
 * reading a document: one that was read before is remembered;
-* how often the hook looks and beats: seldom, since each look costs a moment of the real world.
+* how often the hook looks and beats, and the agent: seldom, since each look costs a moment of the real world.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import ds_ckpt_hook.publishing
 import ds_ckpt_hook.remote
 import ds_ckpt_hook.session
 import ds_ckpt_sidecar.agent
+import ds_ckpt_sidecar.limits
 import ds_ckpt_sidecar.observe.report
 import ds_ckpt_store.catalog
 import ds_ckpt_store.contract.volume
@@ -304,6 +305,7 @@ def swapped(
         swap(hook.session, "process_started", lambda clock: clock.time())
         swap(hook.session, "HEARTBEAT_SECONDS", 30.0)
         swap(ds_ckpt_sidecar.observe.report, "HEARTBEAT_SECONDS", 20.0)
+        swap(ds_ckpt_sidecar.limits, "LOOK_SECONDS", 30.0)
         swap(hook.publishing, "_LONGEST_POLL", 5.0)
         swap(hook.feedback, "_POLL", 5.0)
         yield

@@ -158,8 +158,10 @@ class Job:
 
     def _watch(self, attempt: Attempt) -> None:
         """Whether an attempt has come to its end, or one of its ranks."""
-        done = self._done(attempt)
         trainers = [process for pod in self.pods for process in pod.trainers]
+        if all(process.alive for process in trainers):
+            return
+        done = self._done(attempt)
         if len(done) == len(trainers):
             self.attempt = None
             self.finished = self.world.resting and self.enough()
@@ -199,7 +201,7 @@ class Job:
             run_id=self.run_id,
             meeting=Meeting(world.kernel, sum(self._ranks)),
             saves_wanted=self._still_to_save() if world.resting else self._rng.randint(1, 3),
-            pause=self._rng.choice((4.0, 10.0, 20.0)),
+            pause=4.0 if world.resting else self._rng.choice((4.0, 10.0, 20.0)),
             with_destination=self.with_destination,
             with_script=self._rng.random() < 0.3,
         )
@@ -331,7 +333,7 @@ class World:
             order=rng.choice(("oldest", "newest")),
         )
         self.options = options
-        self.job = Job(self, "run", rng.choice((4, 4, 4, 5)), options)
+        self.job = Job(self, "run", 5 if rng.random() < 0.1 else 4, options)
         self.foreign: Job | None = None
         self.horizon = rng.uniform(50, 130)
         self.hand = Hand(self, chance.rng("hand"))

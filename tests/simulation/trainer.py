@@ -122,7 +122,7 @@ class Engine:
         self.fs.make_folder(f"{save_dir}/{tag}")
         shard = self._get_zero_ckpt_name(save_dir, tag)
         own = {**marks, "rank": self.rank}
-        self.fs.write_in_place(shard, marked(own, rng.randbytes(rng.choice((0, 30, 90, 300)))))
+        self.fs.write_in_place(shard, marked(own, rng.randbytes(rng.choice((0, 30, 60, 300)))))
         if self.save_non_zero_checkpoint:
             path = self._get_ckpt_name(save_dir, tag)
             self.fs.write_in_place(path, marked(own, rng.randbytes(rng.choice((10, 60, 200)))))
