@@ -154,7 +154,15 @@ class SimStore(Forwarding):
     def _latency(self) -> float:
         return 0.002 + self._stream.rng.random() ** 4 * 0.5
 
-    def _call(self, operation: str, key: str, apply: Callable[[], T], *, changes: bool) -> T:
+    def _call(
+        self,
+        operation: str,
+        key: str,
+        apply: Callable[[], T],
+        *,
+        changes: bool,
+        apply_late: Callable[[], object] | None = None,
+    ) -> T:
         process, stream = self._process, self._stream
         kernel = process.kernel
         if kernel.trace is not None and changes:
@@ -163,7 +171,7 @@ class SimStore(Forwarding):
         try:
             process.wait(self._latency())
         except Killed:
-            self._leave(apply, changes=changes)
+            self._leave(apply_late or apply, changes=changes)
             raise
         self._refuse(operation, key)
         if stream.strikes("lost request"):
@@ -171,7 +179,7 @@ class SimStore(Forwarding):
             raise self._lost(operation, key, changes=changes)
         if changes and stream.strikes("late"):
             process.wait(stream.rng.random() * 20)
-            self._cloud.later(apply, stream.rng.random() ** 2 * LATEST_SECONDS)
+            self._cloud.later(apply_late or apply, stream.rng.random() ** 2 * LATEST_SECONDS)
             raise AmbiguousError(operation, key, "no answer; applied later")
         result = apply()
         if changes and stream.strikes("doubled"):
@@ -216,14 +224,21 @@ class SimStore(Forwarding):
 
     def put(self, key: str, source: Source, *, condition: Condition = None) -> ObjectInfo:
         # A store that checks nothing keeps a changed document, which is mended at once; but with
-        # the answer lost, or its writer dead, as well it is left to people: one fault too many.
-        left_whole = self.proof is Proof.READ_BACK and not is_data(key)
-        body = _captured(source) if left_whole else self._body(source)
+        # the answer lost, or its writer dead, as well it is left to people: one fault too many. So
+        # is a shard that is changed on its way and then arrives long after it was given up.
+        checks_nothing = self.proof is Proof.READ_BACK
+        whole = _captured(source)
+        body = whole if checks_nothing and not is_data(key) else self._body(whole)
+        late = whole if checks_nothing else body
         if condition is not None and self._stream.strikes("conflict"):
             self._process.wait(self._latency())
             raise PreconditionError("put", key, "409, another write is under way")
         return self._call(
-            "put", key, lambda: self.store.put(key, body, condition=condition), changes=True
+            "put",
+            key,
+            lambda: self.store.put(key, body, condition=condition),
+            changes=True,
+            apply_late=lambda: self.store.put(key, late, condition=condition),
         )
 
     def get(self, key: str) -> tuple[bytes, ObjectInfo]:

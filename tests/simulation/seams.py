@@ -7,7 +7,7 @@
 * the probe of the store, whose many calls would be most of each run: its findings;
 * notifications of the outbox, and the URL by which the hook opens a store: the world's;
 * reading a document: one that was read before is remembered;
-* how often the hook looks and beats, and the agent: seldom, since each look costs a moment of the real world.
+* how often hook and agent look and beat: seldom, since each look costs a moment of the real world.
 """
 
 from __future__ import annotations

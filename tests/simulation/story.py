@@ -395,7 +395,13 @@ class World:
     def _is_quiet(self) -> bool:
         if self.cloud.pending or not self.job.finished:
             return False
-        return not any(pod.busy for pod in self.job.pods)
+        return not any(pod.busy or self._has_news(pod) for pod in self.job.pods)
+
+    def _has_news(self, pod: Pod) -> bool:
+        """Whether a save was published that the agent, which is at work, has not looked at yet."""
+        syncer = pod.program._syncer if pod.program is not None else None
+        known = syncer._saves if syncer is not None else {}
+        return any(m.save_id not in known for m in self.checker.named(pod.disk))
 
     def _what_is_left(self) -> str:
         parts = [f"finished {self.job.finished}"]
