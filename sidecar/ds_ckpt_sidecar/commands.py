@@ -19,7 +19,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from ds_ckpt_sidecar import __version__, collecting, reading, render
+from ds_ckpt_sidecar import __version__, collecting, doctoring, reading, render
 from ds_ckpt_sidecar.agent import Agent
 from ds_ckpt_sidecar.console import URLS, AsJson, Bandwidth, StallSeconds, app, errors, keep_apart
 from ds_ckpt_sidecar.limits import describe_rate
@@ -32,7 +32,7 @@ from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import InputError
 from ds_ckpt_store.stores import open_store
 
-__all__ = ["app", "collecting", "reading"]  # the latter two add their commands to the first
+__all__ = ["app", "collecting", "doctoring", "reading"]  # the others add commands to the first
 
 _M_ARENA_MAX = -8  # of malloc.h
 OVERTIME_SECONDS = 5.0

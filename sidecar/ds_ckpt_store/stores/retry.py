@@ -120,6 +120,11 @@ class RetryStore(Forwarding):
         self._on_retry = on_retry
         self._went_well = float("-inf")  # when any call succeeded last
 
+    @property
+    def went_well(self) -> float:
+        """When, on the monotonic clock, a call succeeded last; minus infinity before that."""
+        return self._went_well
+
     # ---- may always be repeated
 
     def refuses_corruption(self, proof: Proof, key: str) -> bool:

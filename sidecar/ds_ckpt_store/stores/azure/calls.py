@@ -18,6 +18,7 @@ from azure.core.exceptions import (
 from azure.core.pipeline.transport import RequestsTransport
 from azure.storage.blob import (
     BlobClient,
+    BlobServiceClient,
     ContainerClient,
     CustomerProvidedEncryptionKey,
     StandardBlobTier,
@@ -62,7 +63,24 @@ class Calls:
         self._options = options
         self._credentials = Credentials(options)
         self._admitted = False  # a call has succeeded, so we were who we are
+        self._stall_seconds = stall_seconds
         self.container = _container(options, self._credentials, stall_seconds)
+
+    @property
+    def credentials(self) -> Credentials:
+        """Who we are."""
+        return self._credentials
+
+    def service(self) -> BlobServiceClient:
+        """A client for the account's service, to be closed."""
+        return BlobServiceClient(
+            self._options.endpoint,
+            credential=self._credentials.for_sdk,
+            user_agent="ds-ckpt-sidecar",
+            retry_total=0,
+            **_timeouts(self._options, self._stall_seconds),
+            **_version(self._options),
+        )
 
     def blob(self, name: str) -> BlobClient:
         """The client for one blob, on the same connections."""
@@ -173,18 +191,11 @@ class Calls:
 def _container(
     options: AzureOptions, credentials: Credentials, stall_seconds: float
 ) -> ContainerClient:
-    timeouts: dict[str, Any] = {
-        # urllib3 gives this one also to the sending of one piece.
-        "connection_timeout": stall_seconds,
-        "read_timeout": stall_seconds,
-    }
-    if options.ca_bundle is not None:
-        timeouts["connection_verify"] = options.ca_bundle
+    timeouts = _timeouts(options, stall_seconds)
     transport = RequestsTransport(connection_data_block_size=CHUNK, **timeouts)
     transport.open()
     for adapter in transport.session.adapters.values():
         adapter.init_poolmanager(CONNECTIONS, CONNECTIONS)
-    version = {"api_version": options.api_version} if options.api_version else {}
     try:
         return ContainerClient(
             options.endpoint,
@@ -198,10 +209,25 @@ def _container(
             retry_status=0,
             max_single_put_size=WHOLE_IN_MEMORY,
             max_single_get_size=1 << 50,  # a range is one request
-            **version,
+            **_version(options),
         )
     except ValueError as error:
         raise SettingsError(f"{options.url}: the SDK cannot make a client: {error}") from error
+
+
+def _timeouts(options: AzureOptions, stall_seconds: float) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        # urllib3 gives this one also to the sending of one piece.
+        "connection_timeout": stall_seconds,
+        "read_timeout": stall_seconds,
+    }
+    if options.ca_bundle is not None:
+        found["connection_verify"] = options.ca_bundle
+    return found
+
+
+def _version(options: AzureOptions) -> dict[str, Any]:
+    return {"api_version": options.api_version} if options.api_version else {}
 
 
 def matching(condition: Condition) -> dict[str, Any]:

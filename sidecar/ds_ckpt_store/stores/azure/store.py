@@ -40,6 +40,7 @@ from ds_ckpt_store.stores import STALL_SECONDS
 from ds_ckpt_store.stores.azure.blocks import MARK, Block, Examined, check
 from ds_ckpt_store.stores.azure.calls import WHOLE_IN_MEMORY, Calls, matching
 from ds_ckpt_store.stores.azure.options import AzureOptions
+from ds_ckpt_store.stores.azure.rules import Reader
 from ds_ckpt_store.stores.body import Body
 from ds_ckpt_store.stores.port import (
     BytesSource,
@@ -55,6 +56,7 @@ from ds_ckpt_store.stores.port import (
     Source,
     Upload,
 )
+from ds_ckpt_store.stores.rules import BucketRules
 
 PROOFS = (Proof.CONTENT_CRC64, Proof.CONTENT_MD5, Proof.READ_BACK)
 LIMITS = Limits(
@@ -467,6 +469,16 @@ class AzureStore:
                 nonces -= self._given_up.get(key, set())
             for nonce in sorted(nonces):
                 yield Upload(key, nonce)
+
+    # ---- beside the port, for whoever looks for what is wrong
+
+    def rules(self) -> BucketRules:
+        """See :mod:`~ds_ckpt_store.stores.rules`."""
+        return Reader(self._options, self._calls).read()
+
+    def credentials(self) -> str:
+        """What kind of credentials the settings name."""
+        return self._calls.credentials.source
 
     # ---- the proof of a proof
 

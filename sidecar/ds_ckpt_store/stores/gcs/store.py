@@ -30,6 +30,7 @@ from ds_ckpt_store.stores.gcs.objects import Objects, refuse_other_bytes
 from ds_ckpt_store.stores.gcs.options import GCSOptions, Parts
 from ds_ckpt_store.stores.gcs.parts_composed import FOLDER, ComposedParts
 from ds_ckpt_store.stores.gcs.parts_xml import UnknownError, XMLParts
+from ds_ckpt_store.stores.gcs.rules import describe_credentials, read_rules
 from ds_ckpt_store.stores.gcs.service import Service
 from ds_ckpt_store.stores.port import (
     BytesSource,
@@ -44,6 +45,7 @@ from ds_ckpt_store.stores.port import (
     Source,
     Upload,
 )
+from ds_ckpt_store.stores.rules import BucketRules
 
 XML: Literal["xml"] = "xml"
 COMPOSE: Literal["compose"] = "compose"
@@ -236,6 +238,16 @@ class GCSStore:
             except UnknownError as error:
                 self._no_xml("uploads", prefix, error)
         yield from found
+
+    # ---- beside the port, for whoever looks for what is wrong
+
+    def rules(self) -> BucketRules:
+        """See :mod:`~ds_ckpt_store.stores.rules`."""
+        return read_rules(self._service, self._objects.root)
+
+    def credentials(self) -> str:
+        """What kind of credentials google-auth has found."""
+        return describe_credentials(self._service)
 
     # ---- the proof of a proof
 

@@ -24,6 +24,16 @@ from ds_ckpt_store.stores.s3.options import S3Options
 from ds_ckpt_store.stores.s3.signing import prepare
 
 CONNECTIONS = 64
+# Where credentials come from, by what botocore calls it.
+_SOURCES = {
+    "env": "variables (AWS_ACCESS_KEY_ID)",
+    "shared-credentials-file": "the file of credentials",
+    "config-file": "the configuration file",
+    "assume-role": "a role that a profile names",
+    "assume-role-with-web-identity": "a web identity (IRSA)",
+    "container-role": "the container's role (EKS Pod Identity, ECS)",
+    "iam-role": "the instance's role",
+}
 
 
 class Clients:
@@ -64,6 +74,14 @@ class Clients:
             if client in self._clients.values():
                 self._clients.clear()
                 self._session = None
+
+    def source(self) -> str:
+        """Where the credentials come from, in words; empty if there are none."""
+        self.get()
+        with self._lock:
+            found = self._session.get_credentials() if self._session is not None else None
+        method = str(getattr(found, "method", "") or "")
+        return _SOURCES.get(method, method)
 
     def close(self) -> None:
         """Close the pools of connections."""

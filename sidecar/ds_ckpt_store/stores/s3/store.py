@@ -41,10 +41,12 @@ from ds_ckpt_store.stores.port import (
     Source,
     Upload,
 )
+from ds_ckpt_store.stores.rules import BucketRules
 from ds_ckpt_store.stores.s3.checks import Checks, check
 from ds_ckpt_store.stores.s3.clients import Clients
 from ds_ckpt_store.stores.s3.failures import Failures
 from ds_ckpt_store.stores.s3.options import S3Options
+from ds_ckpt_store.stores.s3.rules import Reader
 from ds_ckpt_store.stores.s3.trial import Trial
 
 PROOFS = (Proof.STORED_CHECKSUM, Proof.SIGNED_PAYLOAD, Proof.CONTENT_MD5, Proof.READ_BACK)
@@ -367,6 +369,17 @@ class S3Store:
     def refuses_corruption(self, proof: Proof, key: str) -> bool:
         """See :mod:`~ds_ckpt_store.stores.s3.trial`."""
         return Trial(self, self._clients, proof, key).passed()
+
+    # ---- beside the port, for whoever looks for what is wrong
+
+    def rules(self) -> BucketRules:
+        """See :mod:`~ds_ckpt_store.stores.rules`."""
+        return Reader(self._clients, self._failures, self._bucket, self._root).read()
+
+    def credentials(self) -> str:
+        """Where boto3 has found its credentials."""
+        with self._asking("credentials", ""):
+            return self._clients.source()
 
     # ---- boto3
 
