@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Annotated, Any
@@ -69,6 +70,9 @@ def _fetching(
             err=True,
         )
 
+    # As a container's first process it would not end by SIGTERM: the kernel spares that one.
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     settings = check(ReadSettings, stall_seconds=stall_seconds)
     budget = Budget(
         SystemClock(),
@@ -97,6 +101,10 @@ def restore(
     streams: Streams = STREAMS,
     bandwidth: Bandwidth = None,
     stall_seconds: StallSeconds = None,
+    if_any: Annotated[
+        bool,
+        typer.Option("--if-any", help="Nothing committed yet is no failure: a first start."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Bring a committed checkpoint back into a folder, every shard verified.
@@ -110,7 +118,17 @@ def restore(
         _fetching(source, streams, bandwidth, stall_seconds) as (store, pool, budget),
     ):
         keep_apart(source, to)
+        if if_any and (tag is not None or save is not None):
+            raise InputError(
+                "give --if-any for the newest checkpoint only, without --tag or --save"
+            )
         job = Restore(store, pool, budget=budget, clock=SystemClock(), rng=system_random())
+        if if_any and not job.catalog.committed() and not job.catalog.damaged:
+            if as_json:
+                render.emit_json({"tag": None})
+            else:
+                typer.echo(f"{store.url} holds no committed checkpoint yet: nothing to restore")
+            return
         with render.progress_bar("restore", wanted=not as_json) as (total, advance):
             result = job.run(
                 Volume(to),

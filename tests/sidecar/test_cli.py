@@ -211,6 +211,37 @@ def test_restore_of_nothing_says_what_there_is(filled: Filled, tmp_path: Path) -
     assert not (tmp_path / "new").exists()
 
 
+def test_a_first_start_finds_nothing_to_restore_and_goes_on(tmp_path: Path) -> None:
+    first = ["--from", (tmp_path / "store").as_uri(), "--to", str(tmp_path / "new")]
+    assert run("restore", *first).exit_code == 1
+    result = run("restore", *first, "--if-any")
+    assert result.exit_code == 0, result.output
+    assert "holds no committed checkpoint yet: nothing to restore" in result.stdout
+    assert as_json("restore", *first, "--if-any") == {"tag": None}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_restore_if_any_restores_what_there_is(filled: Filled, tmp_path: Path) -> None:
+    document = as_json("restore", "--from", filled.url, "--to", str(tmp_path / "new"), "--if-any")
+    assert document["tag"] == "step3"
+
+
+def test_restore_if_any_excuses_nothing_but_a_first_start(filled: Filled, tmp_path: Path) -> None:
+    there = ["restore", "--if-any", "--to", str(tmp_path / "new"), "--from"]
+    result = run(*there, filled.url, "--tag", "nope")
+    assert result.exit_code == 2
+    assert "without --tag or --save" in result.stderr
+    for record in (filled.store / ".ds_ckpt/checkpoints").iterdir():
+        record.write_text("{")
+    result = run(*there, filled.url)
+    assert result.exit_code == 1
+    assert "but for a damaged one" in result.stderr
+    result = run(*there, (tmp_path / "no/such/store").as_uri())
+    assert result.exit_code != 0
+    assert "no/such" in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
 def test_restore_to_nowhere_is_wrong_use(filled: Filled, tmp_path: Path) -> None:
     result = run("restore", "--from", filled.url, "--to", str(tmp_path / "no/such"))
     assert result.exit_code == 2
