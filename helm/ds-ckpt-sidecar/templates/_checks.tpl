@@ -1,0 +1,2 @@
+{{- define "ds-ckpt-sidecar.check" -}}
+{{- end -}}

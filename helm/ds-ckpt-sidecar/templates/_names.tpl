@@ -1,0 +1,83 @@
+{{/*
+Names, labels, and the small conversions that other templates need.
+
+Every template takes the chart's own context. Those in _library.tpl take a user's context as well.
+*/}}
+
+{{/* At most 40 characters, so that Job, index and host name fit into 63; two long names stay two. */}}
+{{- define "ds-ckpt-sidecar.fullname" -}}
+{{- $name := .Values.fullnameOverride | default .Release.Name -}}
+{{- if and (eq .Values.workload.kind "none") (not .Values.fullnameOverride) -}}
+{{- $name = printf "%s-ds-ckpt" .Release.Name -}}
+{{- end -}}
+{{- $name = $name | replace "." "-" -}}
+{{- if gt (len $name) 40 -}}
+{{- $name = printf "%s-%s" ($name | trunc 31 | trimSuffix "-") (sha256sum $name | trunc 8) -}}
+{{- end -}}
+{{- $name -}}
+{{- end -}}
+
+{{- define "ds-ckpt-sidecar.runId" -}}
+{{- .Values.runId | default .Release.Name -}}
+{{- end -}}
+
+{{- define "ds-ckpt-sidecar.serviceAccountName" -}}
+{{- if .Values.serviceAccount.name -}}
+{{- .Values.serviceAccount.name -}}
+{{- else if .Values.serviceAccount.create -}}
+{{- include "ds-ckpt-sidecar.fullname" . -}}
+{{- else -}}
+default
+{{- end -}}
+{{- end -}}
+
+{{- define "ds-ckpt-sidecar.image" -}}
+{{- $image := .Values.image -}}
+{{- if $image.digest -}}
+{{- printf "%s@%s" $image.repository $image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" $image.repository ($image.tag | default .Chart.AppVersion) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What selects this release's training pods, and is the same for ever. */}}
+{{- define "ds-ckpt-sidecar.selectorLabels" -}}
+app.kubernetes.io/name: ds-ckpt-sidecar
+app.kubernetes.io/instance: {{ .Release.Name | trunc 63 | quote }}
+app.kubernetes.io/component: training
+{{- end -}}
+
+{{/* Of everything but pods: what changes with the chart's version must not change a pod's template. */}}
+{{- define "ds-ckpt-sidecar.labels" -}}
+app.kubernetes.io/name: ds-ckpt-sidecar
+app.kubernetes.io/instance: {{ .Release.Name | trunc 63 | quote }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" | quote }}
+{{- end -}}
+
+{{/* A number or a word as an environment variable has it: 1e+06 would be no count. */}}
+{{- define "ds-ckpt-sidecar.scalar" -}}
+{{- if and (kindIs "float64" .) (eq (floor .) .) -}}
+{{- printf "%.0f" . -}}
+{{- else -}}
+{{- toString . -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Bytes of a quantity such as 256Mi. */}}
+{{- define "ds-ckpt-sidecar.bytes" -}}
+{{- $text := include "ds-ckpt-sidecar.scalar" . -}}
+{{- $number := regexFind "^[0-9]+(\\.[0-9]+)?" $text -}}
+{{- $factors := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 -}}
+{{- printf "%.0f" (mulf (float64 $number) (float64 (get $factors (trimPrefix $number $text)))) -}}
+{{- end -}}
+
+{{/* Seconds from SIGTERM that the agent may use: the grace, less 5 s of overtime and 5 s to be sure. */}}
+{{- define "ds-ckpt-sidecar.drainSeconds" -}}
+{{- if kindIs "invalid" .Values.sidecar.drainSeconds -}}
+{{- sub (int64 .Values.pod.terminationGracePeriodSeconds) 10 -}}
+{{- else -}}
+{{- include "ds-ckpt-sidecar.scalar" .Values.sidecar.drainSeconds -}}
+{{- end -}}
+{{- end -}}
