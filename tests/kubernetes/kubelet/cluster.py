@@ -27,11 +27,11 @@ class Cluster:
         podman: the runtime.
         folder: for volumes and outputs.
         namespace: of everything in it.
-        names: further host names that pods know, with their addresses.
-        claims: the folder behind each PersistentVolumeClaim.
         backoff: seconds before the second restart of a container; a real one waits 10.
 
     Attributes:
+        names: further host names that pods know, with their addresses.
+        claims: the folder behind each PersistentVolumeClaim.
         timeline: of all its pods.
         network: of the node.
     """
@@ -42,15 +42,13 @@ class Cluster:
         folder: Path,
         *,
         namespace: str = "default",
-        names: Mapping[str, str] | None = None,
-        claims: Mapping[str, Path] | None = None,
         backoff: float = 0.5,
     ) -> None:
-        self._podman = podman
+        self.podman = podman
         self._folder = folder
         self._namespace = namespace
-        self.names = dict(names or {})
-        self.claims = dict(claims or {})
+        self.names: dict[str, str] = {}
+        self.claims: dict[str, Path] = {}
         self._backoff = backoff
         self._documents: dict[tuple[str, str], Document] = {}
         self._services: dict[str, Document] = {}
@@ -60,6 +58,7 @@ class Cluster:
         self.network = Network()
 
     def __enter__(self) -> Cluster:
+        self._folder.mkdir(exist_ok=True)
         self.network.__enter__()
         return self
 
@@ -92,7 +91,7 @@ class Cluster:
         hosts = self._folder / f"{netns}.hosts"
         _write_names(hosts, meta, address, [])
         place = Place(
-            podman=self._podman,
+            podman=self.podman,
             folder=self._folder / f"{meta.name}.{netns}",
             netns=netns,
             address=address,

@@ -21,12 +21,13 @@ class Network:
     """Exists from ``__enter__`` to ``__exit__``.
 
     Attributes:
+        name: of the bridge, and the beginning of the names of all else.
         address: of the node, as pods see it.
     """
 
     def __init__(self) -> None:
         rng = random.SystemRandom()
-        self._bridge = f"kl{rng.randrange(16**6):06x}"
+        self.name = f"kl{rng.randrange(16**6):06x}"
         self._rng = rng
         self._attached: list[str] = []
         self._hosts: Iterator[ipaddress.IPv4Address] = iter(())
@@ -43,27 +44,27 @@ class Network:
         self._hosts = net.hosts()
         self.address = str(next(self._hosts))
         _ip(
-            f"link add {self._bridge} type bridge",
-            f"address add {self.address}/24 dev {self._bridge}",
-            f"link set {self._bridge} up",
+            f"link add {self.name} type bridge",
+            f"address add {self.address}/24 dev {self.name}",
+            f"link set {self.name} up",
         )
         return self
 
     def __exit__(self, *_: object) -> None:
         for name in list(self._attached):
             self.detach(name)
-        _ip(f"link del {self._bridge}")
+        _ip(f"link del {self.name}")
 
     def attach(self) -> tuple[str, str]:
         """A new namespace: its name, which lies under ``/run/netns``, and its address."""
         address = str(next(self._hosts))
-        name = outside = f"{self._bridge}-{address.split('.')[-1]}"
+        name = outside = f"{self.name}-{address.split('.')[-1]}"
         inside = "eth0"
         _ip(f"netns add {name}")
         self._attached.append(name)
         _ip(
             f"link add {outside} type veth peer name {inside} netns {name}",
-            f"link set {outside} master {self._bridge} up",
+            f"link set {outside} master {self.name} up",
         )
         script = [
             "link set lo up",

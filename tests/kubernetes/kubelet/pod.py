@@ -43,6 +43,7 @@ EVICTION_GRACE = 1  # what a hard eviction leaves
 MESSAGE_BYTES = 4096
 FALLBACK_BYTES, FALLBACK_LINES = 2048, 80
 POLL = 0.03
+NO_RESOLVER = "/dev/null"  # what the hosts do not know is then unknown at once
 
 Phase = Literal["Pending", "Running", "Succeeded", "Failed"]
 
@@ -274,9 +275,11 @@ class Pod:
         )
 
     def message(self, name: str) -> str:
-        """The termination message as it stands now, or as it stood at the last end."""
+        """The termination message as it stands now, or as it stood at the last end, if any."""
         container = self.containers[name]
-        return self._message(container, 0) if container.running else container.last.message
+        if container.running:
+            return self._message(container, 0)
+        return container.last.message if container.ends else ""
 
     def story(self) -> str:
         """The timeline, and the end of what each container wrote."""
@@ -377,9 +380,10 @@ class Pod:
         for container in self._mains:
             if not container.running and not self._is_done(container):
                 self._start_if_due(container)
-        if all(container.runs for container in self._mains):
+        if not self._initialized and all(container.runs for container in self._mains):
             self._initialized = True
             self.phase = "Running"
+            self._place.changed()
 
     def _start_if_due(self, container: Container) -> None:
         if time.monotonic() < container.due or self._told is not None:
@@ -387,12 +391,10 @@ class Pod:
         image = self._place.podman.image(container.spec["image"])
         user, _ = specs.security(self.spec, container.spec, image.user)
         container.stop_signal = image.stop_signal
-        container.runs += 1
-        name = f"{self.name}.{container.name}.{container.runs}"
+        name = f"{self.name}.{container.name}.{container.runs + 1}"
         log = self._place.folder / f"{name}.message"
         log.touch()
         log.chmod(0o666)
-        container.message_file = log
         environ = environment(
             container.spec,
             documents=self._place.documents,
@@ -404,6 +406,7 @@ class Pod:
             *("--network", f"ns:/run/netns/{self._place.netns}"),
             *("--hostname", self.meta.hostname or self.name),
             *("--volume", f"{self._place.hosts}:/etc/hosts:ro"),
+            *("--volume", f"{NO_RESOLVER}:/etc/resolv.conf:ro"),
             *("--volume", f"{log}:{path}:rw"),
             *user,
             *specs.resources(container.spec),
@@ -421,8 +424,10 @@ class Pod:
         run = Run(self._place.podman, name, arguments, self._place.folder)
         container.over = threading.Event()
         container.started = container.ready = False
+        container.message_file = log
         self._runs.append(run)
         container.run = run
+        container.runs += 1
         self._note("running", f"run {container.runs}", container=container.name)
         if container.is_init:
             return
@@ -447,6 +452,8 @@ class Pod:
             delay = min(self._place.backoff * 2**again, 300) if again >= 0 else 0
             container.due = time.monotonic() + delay
             self._note("ended", f"exit code {code}", container=container.name)
+            for line in ended.message.splitlines()[:20]:
+                self._note("message", line, container=container.name)
             self._place.changed()
 
     def _message(self, container: Container, code: int) -> str:

@@ -58,6 +58,7 @@ KNOWN = {
         "runAsNonRoot",
         "readOnlyRootFilesystem",
         "allowPrivilegeEscalation",
+        "privileged",
         "capabilities",
         "seccompProfile",
     },
@@ -135,7 +136,10 @@ def check_pod(spec: Mapping[str, Any]) -> None:
         check("volume", volume)
     for container in (*spec.get("initContainers", []), *spec["containers"]):
         check("container", container)
-        check("container.securityContext", container.get("securityContext"))
+        context = container.get("securityContext") or {}
+        check("container.securityContext", context)
+        if context.get("privileged"):
+            raise NotEmulated(f"{container['name']}: privileged")
         for name in ("startupProbe", "livenessProbe", "readinessProbe"):
             check("probe", container.get(name))
             check("httpGet", (container.get(name) or {}).get("httpGet"))

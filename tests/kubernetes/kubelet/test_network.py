@@ -44,9 +44,9 @@ def fetch(url: str) -> str:
     return (
         "import sys,time,urllib.request as u\n"
         "for _ in range(100):\n"
-        f"  try: print(u.urlopen({url}, timeout=2).status); sys.exit(0)\n"
-        "  except OSError as e: print(e); time.sleep(.1)\n"
-        "sys.exit(1)"
+        f"  try: print(u.urlopen({url}, timeout=2).status, flush=True); break\n"
+        "  except OSError as e: print(e, flush=True); time.sleep(.1)\n"
+        "else: sys.exit(1)"
     )
 
 
@@ -69,12 +69,13 @@ def test_two_pods_of_an_indexed_job_have_the_same_port_and_find_each_other_and_t
     asks = shell("asks", "")
     other = "f'http://train-{1 - int(o.environ[\"JOB_COMPLETION_INDEX\"])}.nodes:8080/200'"
     store = f"'http://store.test:{node_server.server_port}/'"
-    asks["command"] = ["python3", "-c", f"import os as o\n{fetch(other)}"]
+    asks["command"] = ["python3", "-c", f"import os as o\n{fetch(other)}\ntime.sleep(1000)"]
     node = {**shell("node", ""), "command": ["python3", "-c", fetch(store)]}
     document = job(asks, listens, node, subdomain="nodes")
     cluster.apply([SERVICE, document])
     pods = [cluster.job(find([document], "Job"), index) for index in range(2)]
-    assert [pod.wait() for pod in pods] == ["Succeeded", "Succeeded"]
+    for pod in pods:
+        pod.until(lambda: "200" in pod.output("asks"), what="an answer of the other")  # noqa: B023
     assert pods[0].address != pods[1].address
     for number, pod in enumerate(pods):
         assert pod.name.startswith(f"train-{number}-")
@@ -127,12 +128,13 @@ def test_a_name_is_published_when_its_pod_is_ready_unless_the_service_says_other
     pod.until(lambda: f"{pod.address} late\n" in pod.hosts.read_text(), what="published")
 
 
-def left(runtime: Podman) -> list[str]:
-    """Containers, mounts, networks and namespaces of pods on this machine."""
-    found = runtime("ps", "--all", "--quiet").split()
+def left(cluster: Cluster, folder: Path) -> list[str]:
+    """Containers, mounts, networks and namespaces of a cluster's pods on this machine."""
+    names = cluster.podman("ps", "--all", "--format", "{{.Names}}").split()
+    found = [name for name in names if name.split("-")[0] in ("gone", "goes")]
     for command in (["ip", "-o", "link"], ["ip", "netns"], ["cat", "/proc/mounts"]):
         lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        words = ("kl", "netns", "/volumes/", "/merged")
+        words = (cluster.network.name, str(folder))
         found += [line for line in lines.splitlines() if any(word in line for word in words)]
     return found
 
@@ -141,27 +143,30 @@ class Oh(Exception):  # noqa: N818
     """A test that fails."""
 
 
+def fails(cluster: Cluster, folder: Path) -> None:
+    """A test that fails in the middle of a deletion."""
+    mounts = {"volumeMounts": [{"name": "m", "mountPath": "/m"}]}
+    hook = {"preStop": {"exec": {"command": ["sleep", "1000"]}}}
+    for name in ("gone-with-all", "goes-with-it"):
+        spec = {
+            "containers": [shell("main", IGNORES, lifecycle=hook, **mounts)],
+            "initContainers": [sidecar("side", IGNORES)],
+            "terminationGracePeriodSeconds": 3600,
+            "volumes": [{"name": "m", "emptyDir": {"medium": "Memory"}}],
+        }
+        pod = cluster.pod(Meta(name), spec)
+        pod.until(lambda: pod.ready, what="all run")  # noqa: B023
+    assert len(left(cluster, folder)) >= 11, "containers, links and namespaces, mounts"
+    pod.delete()
+    pod.until(lambda: pod.timeline.of("preStop"), what="the deletion has begun")
+    raise Oh
+
+
 def test_nothing_is_left_of_pods_when_a_test_fails_in_the_middle(
     runtime: Podman, tmp_path: Path
 ) -> None:
-    before = left(runtime)
-    volumes = [{"name": "m", "emptyDir": {"medium": "Memory"}}]
-    mounts = {"volumeMounts": [{"name": "m", "mountPath": "/m"}]}
-    with pytest.raises(Oh), Cluster(runtime, tmp_path) as cluster:
-        for name in ("one", "two"):
-            hook = {"preStop": {"exec": {"command": ["sleep", "1000"]}}}
-            pod = cluster.pod(
-                Meta(name),
-                {
-                    "containers": [shell("main", IGNORES, lifecycle=hook, **mounts)],
-                    "initContainers": [sidecar("side", IGNORES)],
-                    "terminationGracePeriodSeconds": 3600,
-                    "volumes": volumes,
-                },
-            )
-            pod.until(lambda: pod.ready, what="all run")  # noqa: B023
-        assert len(set(left(runtime)) - set(before)) >= 8
-        pod.delete()
-        raise Oh
-    assert left(runtime) == before
+    cluster = Cluster(runtime, tmp_path)
+    with pytest.raises(Oh), cluster:
+        fails(cluster, tmp_path)
+    assert left(cluster, tmp_path) == []
     assert not list(tmp_path.glob("*/volumes"))

@@ -14,7 +14,7 @@ Runs = Callable[..., Pod]
 
 
 def running(pod: Pod) -> Pod:
-    """The pod, when all its containers run, and have had the time to say what they do at SIGTERM."""
+    """The pod, when all its containers run, and know what to do at SIGTERM."""
     pod.until(lambda: pod.ready, what="all run")
     time.sleep(0.3)
     return pod

@@ -6,6 +6,8 @@ import threading
 import time
 from dataclasses import dataclass
 
+WIDTH = 160  # of what is printed of a detail
+
 
 @dataclass(frozen=True)
 class Event:
@@ -30,7 +32,7 @@ class Timeline:
     """Events in their order; safe to use from any thread."""
 
     def __init__(self) -> None:
-        self._began = time.monotonic()
+        self._began, self._began_at = time.monotonic(), time.time()
         self._lock = threading.Lock()
         self._events: list[Event] = []
 
@@ -38,10 +40,23 @@ class Timeline:
         """Seconds since it began."""
         return time.monotonic() - self._began
 
-    def note(self, what: str, detail: str = "", *, pod: str = "", container: str = "") -> Event:
-        """Something happens now."""
+    def at(self, since_epoch: float) -> float:
+        """Seconds from its beginning to a time since the epoch."""
+        return since_epoch - self._began_at
+
+    def note(
+        self,
+        what: str,
+        detail: str = "",
+        *,
+        pod: str = "",
+        container: str = "",
+        since_epoch: float | None = None,
+    ) -> Event:
+        """Something happens now, or happened at a time since the epoch, as a log tells it."""
         with self._lock:
-            event = Event(self.now(), pod, container, what, detail)
+            at = self.now() if since_epoch is None else self.at(since_epoch)
+            event = Event(at, pod, container, what, detail)
             self._events.append(event)
         return event
 
@@ -64,11 +79,11 @@ class Timeline:
 
     def __str__(self) -> str:
         with self._lock:
-            events = list(self._events)
+            events = sorted(self._events, key=lambda event: event.at)
         pods = max((len(event.pod) for event in events), default=0)
         names = max((len(event.container) for event in events), default=0)
         return "\n".join(
             f"{event.at:7.2f} s  {event.pod:<{pods}}  {event.container:<{names}}  "
-            f"{event.what} {event.detail}".rstrip()
+            f"{event.what} {event.detail[:WIDTH]}".rstrip()
             for event in events
         )
