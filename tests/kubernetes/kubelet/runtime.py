@@ -118,6 +118,7 @@ class Run:
                 stderr=log,
                 env=podman.environ,
                 start_new_session=True,
+                cwd=folder,  # conmon leaves a file "oom" there
             )
         deadline = time.monotonic() + START_SECONDS
         self._pidfd: int | None = None
