@@ -20,7 +20,7 @@ from ds_ckpt_sidecar.examine.prefix import look_at_owner, look_at_promises
 from ds_ckpt_sidecar.examine.processes import look_at_processes
 from ds_ckpt_sidecar.examine.rights import Rights
 from ds_ckpt_sidecar.examine.rules import judge
-from ds_ckpt_sidecar.examine.users import READ, User, blocked_by, ourselves, owner, remedy
+from ds_ckpt_sidecar.examine.users import CHANGE, READ, User, blocked_by, ourselves, owner, remedy
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import CkptError, InputError
 from ds_ckpt_store.stores.port import Store
@@ -84,7 +84,7 @@ def _safely(what: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
     try:
         found.extend(look())  # what came before an error stays
     except Exception as error:  # noqa: BLE001 - an agent must start all the same
-        found.append(Finding("note", what, f"it could not all be looked at: {error!r}"))
+        found.append(Finding("warning", what, f"it could not all be looked at: {error!r}"))
     return found
 
 
@@ -140,7 +140,7 @@ def _no_volume(path: str, us: User) -> Finding | None:
             "error",
             at,
             f"the volume {path} cannot be used by {us}: {error.strerror}; it has {owner(state)}",
-            remedy(at, state, us, READ),
+            remedy([at], state, us, CHANGE if at == path else READ),
         )
     return None
 

@@ -60,11 +60,13 @@ class Looked:
 
 @dataclass
 class _Trouble:
+    """Paths with the same owner and mode, and what is wrong with them."""
+
     severity: Severity
-    path: str
     sentence: str
-    remedy: str
-    count: int = 0
+    state: os.stat_result
+    need: str
+    paths: dict[str, None] = field(default_factory=dict)  # in order
 
 
 class Files:
@@ -91,7 +93,7 @@ class Files:
         for manifest in self._manifests():
             self._save(manifest)
         self._rest(self._volume.path, DEPTH)
-        return [*self._said, *(_finding(each) for each in self._troubles.values())]
+        return [*self._said, *(self._finding(each) for each in self._troubles.values())]
 
     # ---- our own
 
@@ -329,24 +331,21 @@ class Files:
             return
         above = blocked_by(path)
         if above:  # the folder is the trouble, and one finding is enough for all that lies in it
-            path, need, sentence = above, READ, f"what lies in it cannot be reached: {sentence}"
+            within = f"{above}/".startswith(f"{self._volume.path}/")
+            path, need = above, CHANGE if within else READ
+            sentence = f"what lies in it cannot be reached: {sentence}"
         try:
             state = os.lstat(path)
         except OSError:
             return
         key = (need, sentence, state.st_uid, state.st_gid, state.st_mode, above)
-        trouble = self._troubles.get(key)
-        if trouble is None:
-            trouble = self._troubles[key] = _Trouble(
-                severity,
-                path,
-                f"{sentence} by {self._us}; it has {owner(state)}{why(state)}",
-                remedy(path, state, self._us, need),
-            )
-        trouble.count += 1
+        sentence = f"{sentence} by {self._us}; it has {owner(state)}{why(state)}"
+        trouble = self._troubles.setdefault(key, _Trouble(severity, sentence, state, need))
+        trouble.paths[path] = None
 
-
-def _finding(trouble: _Trouble) -> Finding:
-    more = trouble.count - 1
-    also = f" ({more} more are like it)" if more else ""
-    return Finding(trouble.severity, trouble.path, trouble.sentence + also, trouble.remedy)
+    def _finding(self, trouble: _Trouble) -> Finding:
+        more = len(trouble.paths) - 1
+        also = f" ({more} more {'is' if more == 1 else 'are'} like it)" if more else ""
+        paths = list(trouble.paths)
+        what = remedy(paths, trouble.state, self._us, trouble.need)
+        return Finding(trouble.severity, paths[0], trouble.sentence + also, what)

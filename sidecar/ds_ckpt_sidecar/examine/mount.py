@@ -197,7 +197,7 @@ def _cannot(place: str, what: str, error: OSError, us: User) -> Finding:
         with contextlib.suppress(OSError):
             state = os.stat(path)
             sentence = f"{sentence}; it has {owner(state)}"
-            return Finding("error", path, sentence, remedy(path, state, us, CHANGE))
+            return Finding("error", path, sentence, remedy([path], state, us, CHANGE))
     remedies = {
         errno.EROFS: "take readOnly: true away from the sidecar's volumeMounts",
         errno.ENOSPC: "make room, or give the volume more (emptyDir.sizeLimit, or the claim's "

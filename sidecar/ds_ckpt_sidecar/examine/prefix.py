@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ds_ckpt_sidecar.examine.finding import Finding
 from ds_ckpt_store.catalog import STALE_AFTER, Catalog
 from ds_ckpt_store.contract.clock import fresh_token, system_random
-from ds_ckpt_store.errors import CkptError, InputError, WeakStoreError
+from ds_ckpt_store.errors import CkptError, DamagedError, UnknownSchemaError, WeakStoreError
 from ds_ckpt_store.stores.port import Store
 from ds_ckpt_store.stores.probe import fit, for_reading, probe
 
@@ -24,12 +24,20 @@ def look_at_owner(store: Store, run_id: str, store_time: float) -> Iterator[Find
     """
     try:
         lease = Catalog(for_reading(store), system_random()).lease()
-    except InputError as error:
+    except DamagedError as error:
         yield Finding(
             "error",
             store.url,
             f"its lease is damaged: {error}",
-            "remove .ds_ckpt/owner.json there; the next start of an agent makes a new one",
+            f"move {', '.join(error.objects)} away; the next start of an agent makes a new one",
+        )
+        return
+    except UnknownSchemaError as error:
+        yield Finding(
+            "error",
+            store.url,
+            f"its lease is newer than this version: {error}",
+            "run a sidecar that is as new as those that have worked under this prefix",
         )
         return
     except (CkptError, OSError) as error:

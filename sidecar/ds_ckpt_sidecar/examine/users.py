@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shlex
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 READ, CHANGE = "read", "change"
+_MANY = 4
 
 
 @dataclass(frozen=True)
@@ -55,36 +56,45 @@ def why(state: os.stat_result) -> str:
     return f"; only its owner may use it: the trainer runs as {who} with umask 077"
 
 
-def remedy(path: str, state: os.stat_result, us: User, need: str) -> str:
-    """What lets us read a file, or make and remove names in a folder: now, and for good.
+def remedy(paths: Sequence[str], state: os.stat_result, us: User, need: str) -> str:
+    """What lets us read files, or make and remove names in folders: now, and for good.
 
     Args:
-        path: a file or folder that exists.
-        state: its state.
-        us: who is kept from it.
-        need: ``READ``, or ``CHANGE`` for a folder.
+        paths: files or folders that exist, all with the same owner and mode.
+        state: of the first of them.
+        us: who is kept from them.
+        need: ``READ``, or ``CHANGE`` for folders.
     """
     folder = stat.S_ISDIR(state.st_mode)
     bits = 0o070 if need == CHANGE else 0o050 if folder else 0o040
     letters = "".join(
         letter for letter, bit in (("r", 0o040), ("w", 0o020), ("x", 0o010)) if bits & bit
     )
-    name = shlex.quote(path)
     if state.st_uid == us.uid:
-        return f"chmod u+{letters} {name}"
+        return _command("chmod", f"u+{letters}", paths)
     if state.st_mode & bits == bits and state.st_gid not in us.gids:
         return (
             f"its group may: give the pod securityContext.supplementalGroups: [{state.st_gid}], "
             f"or the sidecar's container securityContext.runAsUser: {state.st_uid}"
         )
-    now = f"chmod g+{letters} {name}"
+    now = _command("chmod", f"g+{letters}{'s' if need == CHANGE else ''}", paths)
     if state.st_gid not in us.gids:
-        group = min(us.gids)
-        now = f"chgrp {group} {name} && {now}"
-    as_owner = f"the sidecar's container securityContext.runAsUser: {state.st_uid}"
+        now = f"{_command('chgrp', str(min(us.gids)), paths)} && {now}"
     umask = "0002" if folder else "0027"
     return (
-        f"now, as uid {state.st_uid}: {now}. For good, one of: {as_owner}; or a common group "
-        f"(the pod's securityContext.fsGroup), with umask {umask} in the trainer or a hook that "
-        "widens modes (upgrade ds-ckpt-sidecar in the trainer's image)"
+        f"now, as uid {state.st_uid}: {now}. For good, one of: the sidecar's container "
+        f"securityContext.runAsUser: {state.st_uid}; or a common group (the pod's "
+        f"securityContext.fsGroup), with umask {umask} in the trainer or a hook that widens modes "
+        "(upgrade ds-ckpt-sidecar in the trainer's image)"
     )
+
+
+def _command(program: str, what: str, paths: Sequence[str]) -> str:
+    """A command for some paths; for many, for the folders that they lie in."""
+    if len(paths) > _MANY:
+        program = f"{program} -R"
+        what = what.replace("x", "X")
+        paths = sorted({os.path.dirname(path) for path in paths})
+    if len(paths) > _MANY:
+        paths = [os.path.commonpath(paths)]
+    return shlex.join((*program.split(), what, *paths))

@@ -1,0 +1,256 @@
+"""Files that we may not read and names that we may not change: each is named, and healed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ds_ckpt_sidecar import doctor
+from tests.sidecar.doctor.support import (
+    SIDECAR,
+    STATES,
+    carry_out,
+    matter,
+    only,
+    seen,
+    share,
+    umask,
+)
+from tests.sidecar.handoff import Trainer
+
+# ---- all is well
+
+
+@pytest.mark.parametrize("uid", [0, SIDECAR])
+def test_a_volume_that_both_may_use_has_no_warning(trainer: Trainer, uid: int) -> None:
+    with umask(0o002):
+        manifest = trainer.save("step1", {STATES: 100, "deep/zero.pt": 50})
+    trainer.say()
+    share(trainer)
+    found = seen(trainer.volume.path, uid)
+    assert matter(found) == []
+    told = " ".join(each.sentence for each in found)
+    assert "1 save handed over, 2 files of checkpoints can be read" in told
+    assert "the newest save takes 150 bytes" in told
+    assert sorted(os.listdir(trainer.volume.own)) == [
+        "links",
+        "node.json",
+        "outbox",
+        "pieces",
+        "status",
+    ]
+    assert os.listdir(trainer.volume.link_folder(manifest.save_id)) == [STATES, "deep"]
+
+
+def test_a_volume_that_nobody_has_used_yet_is_well_and_stays_as_it_is(volume: Path) -> None:
+    assert matter(seen(volume)) == []
+    assert list(volume.iterdir()) == []
+
+
+# ---- files that we may not read: each is named, and the remedy heals it
+
+
+def test_a_trainer_that_is_root_with_umask_077_is_told_and_healed(trainer: Trainer) -> None:
+    with umask(0o077):
+        manifest = trainer.save("step1", {STATES: 100, "zero.pt": 50})
+    share(trainer)
+    found = seen(trainer.volume.path)
+    error = only(found, "error")
+    first = f"{trainer.volume.link_folder(manifest.save_id)}/{STATES}"
+    assert error.what == first
+    for fact in (
+        "uid 0",
+        "mode 0600",
+        f"uid {SIDECAR}, groups {SIDECAR}",
+        "root with umask 077",
+        "1 more is like it",
+    ):
+        assert fact in error.sentence
+    assert "runAsUser: 0" in error.remedy
+    assert "fsGroup" in error.remedy
+    for each in doctor.that_matter(found):
+        carry_out(each.remedy)
+    assert matter(seen(trainer.volume.path)) == []
+
+
+Break = Callable[[Trainer, Path], Path]
+
+
+def _mode_without_group(trainer: Trainer, shard: Path) -> Path:
+    os.chown(shard, 1000, SIDECAR)
+    shard.chmod(0o600)
+    return shard
+
+
+def _group_that_we_are_not_in(trainer: Trainer, shard: Path) -> Path:
+    os.chown(shard, 1000, 1000)
+    shard.chmod(0o600)
+    return shard
+
+
+def _our_own_without_a_right(trainer: Trainer, shard: Path) -> Path:
+    os.chown(shard, SIDECAR, 1000)
+    shard.chmod(0o000)
+    return shard
+
+
+def _many_files(trainer: Trainer, shard: Path) -> Path:
+    for path in sorted(shard.parent.iterdir()):
+        path.chmod(0o600)
+        os.chown(path, 1000, 1000)
+    return shard
+
+
+def _folder_that_may_not_be_searched(trainer: Trainer, shard: Path) -> Path:
+    folder = shard.parent
+    os.chown(folder, 0, 0)
+    folder.chmod(0o700)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        _mode_without_group,
+        _group_that_we_are_not_in,
+        _our_own_without_a_right,
+        _many_files,
+        _folder_that_may_not_be_searched,
+    ],
+)
+def test_whatever_keeps_us_from_a_shard_is_named_and_healed_by_its_remedy(
+    trainer: Trainer, make: Break
+) -> None:
+    with umask(0o002):
+        manifest = trainer.save("step1", {f"{n}.pt": 100 for n in range(7)})
+    share(trainer)
+    shard = Path(trainer.volume.link_folder(manifest.save_id)) / "0.pt"
+    blamed = make(trainer, shard)
+    found = seen(trainer.volume.path)
+    error = only(found, "error")
+    assert error.what == str(blamed)
+    state = blamed.stat()
+    assert f"uid {state.st_uid}, gid {state.st_gid}, mode {state.st_mode & 0o7777:04o}" in (
+        error.sentence
+    )
+    carry_out(error.remedy)
+    assert not [each for each in seen(trainer.volume.path) if each.severity == "error"]
+
+
+def test_a_group_that_may_read_is_asked_for_by_its_number(trainer: Trainer) -> None:
+    with umask(0o002):
+        manifest = trainer.save("step1", {"0.pt": 100})
+    share(trainer)
+    shard = f"{trainer.volume.link_folder(manifest.save_id)}/0.pt"
+    os.chown(shard, 1000, 4321)
+    os.chmod(shard, 0o640)
+    error = only(seen(trainer.volume.path), "error")
+    assert "supplementalGroups: [4321]" in error.remedy
+    assert "runAsUser: 1000" in error.remedy
+    assert matter(seen(trainer.volume.path, groups=(SIDECAR, 4321))) == []
+    assert not [e for e in seen(trainer.volume.path, uid=1000) if e.severity == "error"]
+
+
+def test_a_save_that_is_decided_needs_no_reading(trainer: Trainer) -> None:
+    from ds_ckpt_store.contract.manifest import SaveStatus
+
+    with umask(0o002):
+        manifest = trainer.save("step1", {"0.pt": 100})
+    os.chmod(f"{trainer.volume.link_folder(manifest.save_id)}/0.pt", 0o600)
+    trainer.volume.write_save_status(
+        SaveStatus(save_id=manifest.save_id, state="committed", time=0)
+    )
+    share(trainer)
+    assert matter(seen(trainer.volume.path)) == []
+
+
+def test_a_checkpoint_that_was_not_handed_over_yet_is_looked_at_too(volume: Path) -> None:
+    folder = volume / "runs" / "a" / "step1"
+    folder.mkdir(parents=True, mode=0o777)
+    for path in (volume / "runs", volume / "runs" / "a", folder):
+        path.chmod(0o777)
+    (folder / STATES).write_bytes(b"x")
+    (folder / STATES).chmod(0o600)
+    found = seen(volume)
+    assert ("warning", str(folder / STATES)) in matter(found)
+    assert "error" not in {each.severity for each in found}
+
+
+def test_folders_that_hold_no_checkpoints_are_the_trainers_own_business(trainer: Trainer) -> None:
+    with umask(0o002):
+        trainer.save("step1", {"0.pt": 100})
+    share(trainer)
+    for name in ("wandb", "logs"):
+        folder = Path(trainer.volume.path) / name
+        folder.mkdir()
+        (folder / "secret").write_bytes(b"x")
+        (folder / "secret").chmod(0o600)
+        folder.chmod(0o700 if name == "wandb" else 0o755)
+    assert matter(seen(trainer.volume.path)) == []
+
+
+# ---- names that we may not change
+
+
+def test_a_tag_folder_that_cannot_be_emptied_is_a_warning_with_its_remedy(
+    trainer: Trainer,
+) -> None:
+    with umask(0o022):
+        manifest = trainer.save("step1", {"0.pt": 100})
+    share(trainer)
+    warning = only(seen(trainer.volume.path), "warning")
+    assert warning.what == trainer.folder(manifest)
+    assert "fills up" in warning.sentence
+    carry_out(warning.remedy)
+    assert matter(seen(trainer.volume.path)) == []
+
+
+@pytest.mark.parametrize("name", ["", "outbox", "links", "status"])
+def test_our_own_folders_that_may_not_be_written_are_an_error(trainer: Trainer, name: str) -> None:
+    share(trainer)
+    folder = Path(trainer.volume.own) / name
+    os.chown(folder, 0, 0)
+    folder.chmod(0o755)
+    errors = [each for each in seen(trainer.volume.path) if each.severity == "error"]
+    assert {each.what for each in errors} == {str(folder)}
+    for each in errors:
+        carry_out(each.remedy)
+    assert matter(seen(trainer.volume.path)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "severity"),
+    [
+        ("agent.lock", "error"),
+        ("cleaning.lock", "error"),
+        ("restore.lock", "error"),
+        ("node.json", "error"),
+        ("status/trainer.json", "error"),
+        ("journal.db", "warning"),
+        ("limits.json", "warning"),
+    ],
+)
+def test_our_own_files_that_another_user_keeps_to_itself_are_named(
+    trainer: Trainer, name: str, severity: str
+) -> None:
+    trainer.say()
+    share(trainer)
+    path = Path(trainer.volume.own) / name
+    path.touch()
+    path.chmod(0o600)
+    found = seen(trainer.volume.path)
+    assert (severity, str(path)) in matter(found)
+    carry_out(next(each.remedy for each in found if each.what == str(path)))
+    assert matter(seen(trainer.volume.path)) == []
+
+
+def test_a_sticky_volume_is_told_from_one_that_is_not(trainer: Trainer) -> None:
+    share(trainer)
+    os.chmod(trainer.volume.path, 0o1777)
+    warning = only(seen(trainer.volume.path), "warning")
+    assert "sticky" in warning.sentence
+    assert warning.remedy == f"chmod -t {trainer.volume.path}, as uid 0"
+    assert matter(seen(trainer.volume.path, uid=0)) == []

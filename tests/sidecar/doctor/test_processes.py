@@ -1,0 +1,64 @@
+"""Who works on the volume now."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ckpt_sidecar.doctor import Finding, check_processes
+from ds_ckpt_store.contract.clock import SystemClock
+from ds_ckpt_store.contract.manifest import SidecarStatus, TrainerStatus
+from tests.sidecar.doctor.support import (
+    only,
+)
+from tests.sidecar.handoff import Trainer
+
+
+def test_what_agent_and_trainer_last_said_is_told(trainer: Trainer) -> None:
+    place, now = trainer.volume, SystemClock().time()
+    told = {each.what.rpartition("/")[2]: each for each in check_processes(place)}
+    assert {each.severity for each in told.values()} == {"note"}
+    trainer.say()
+
+    def say(age: float, state: Any, error: str = "") -> Finding:
+        place.write_sidecar_status(
+            SidecarStatus(time=now - age, pid=1, version="9", state=state, last_error=error)
+        )
+        return next(e for e in check_processes(place) if e.what.endswith("sidecar.json"))
+
+    assert say(1, "running").severity == "ok"
+    assert say(5000, "stopped").severity == "ok"
+    silent = say(5000, "running")
+    assert (silent.severity, "nothing since" in silent.sentence) == ("warning", True)
+    failing = say(1, "running", "no bucket")
+    assert (failing.severity, "no bucket" in failing.sentence) == ("warning", True)
+    assert say(1, "refused", "another run").severity == "error"
+
+
+def test_a_trainer_whose_clock_is_ahead_is_told(trainer: Trainer) -> None:
+    trainer.volume.write_trainer_status(
+        TrainerStatus(run_id="run", attempt="a", time=SystemClock().time() + 300)
+    )
+    warning = only(check_processes(trainer.volume), "warning")
+    assert re.search(r"(299|300) s ahead", warning.sentence)
+
+
+@pytest.mark.parametrize("name", ["restore.lock", "cleaning.lock", "agent.lock"])
+def test_a_lock_that_is_held_is_told_and_one_that_is_only_there_is_not(
+    trainer: Trainer, name: str
+) -> None:
+    path = f"{trainer.volume.own}/{name}"
+    Path(path).touch()
+    assert path not in {each.what for each in check_processes(trainer.volume)}
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert path in {each.what for each in check_processes(trainer.volume)}
+        fcntl.flock(file, fcntl.LOCK_UN)
+        lock = trainer.volume.fs.try_lock(path)
+        assert lock is not None, "the look keeps no lock"
+        os.close(lock)
