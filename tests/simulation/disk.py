@@ -315,10 +315,7 @@ class SimFilesystem(Filesystem):
     def write_atomic(self, path: str, data: bytes, *, durable: bool = True) -> None:
         temporary = self._temporary_file(path, data)
         self._change("write", path)
-        folder, leaf = self._parent(temporary)
-        node = folder.names.pop(leaf)
-        if isinstance(node, File):
-            node.links -= 1
+        node = self._remove_temporary(temporary)
         self._set(path, node)
         self._done("written")
 
@@ -328,13 +325,23 @@ class SimFilesystem(Filesystem):
         folder, leaf = self._parent(path)
         created = leaf not in folder.names
         if created:
-            self._set(path, self._parent(temporary)[0].names[temporary.rpartition("/")[2]])
+            node = self.disk.at(temporary)
+            if node is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), temporary)
+            self._set(path, node)
         self._change("remove temporary", temporary)
-        parent, name = self._parent(temporary)
-        node = parent.names.pop(name)
+        self._remove_temporary(temporary)
+        return created
+
+    def _remove_temporary(self, path: str) -> File | Folder:
+        """Take a temporary file's name; the agent that took over may have cleared it up."""
+        folder, name = self._parent(path)
+        node = folder.names.pop(name, None)
+        if node is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         if isinstance(node, File):
             node.links -= 1
-        return created
+        return node
 
     def _temporary_file(self, path: str, data: bytes) -> str:
         self._change("write temporary", path, needs_room=True)
