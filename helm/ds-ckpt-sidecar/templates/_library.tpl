@@ -20,7 +20,6 @@ Single lists, for a pod that has such lists already:
 {{- $own = . -}}
 {{- end -}}
 {{- end -}}
-{{- include "ds-ckpt-sidecar.check" $own -}}
 {{- $_ := set . "own" $own -}}
 {{- end -}}
 
@@ -174,7 +173,7 @@ annotations:
 {{- end -}}
 serviceAccountName: {{ include "ds-ckpt-sidecar.serviceAccountName" $box.own }}
 automountServiceAccountToken: {{ $box.own.Values.serviceAccount.automountToken }}
-terminationGracePeriodSeconds: {{ $box.own.Values.pod.terminationGracePeriodSeconds }}
+terminationGracePeriodSeconds: {{ int64 $box.own.Values.pod.terminationGracePeriodSeconds }}
 {{- with $box.own.Values.imagePullSecrets }}
 imagePullSecrets:
   {{- toYaml . | nindent 2 }}

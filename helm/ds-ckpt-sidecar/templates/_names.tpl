@@ -4,15 +4,15 @@ Names, labels, and the small conversions that other templates need.
 Every template takes the chart's own context. Those in _library.tpl take a user's context as well.
 */}}
 
-{{/* At most 40 characters, so that Job, index and host name fit into 63; two long names stay two. */}}
+{{/* At most 36 characters, so that a JobSet's longest pod name fits into 63; two long names stay two. */}}
 {{- define "ds-ckpt-sidecar.fullname" -}}
 {{- $name := .Values.fullnameOverride | default .Release.Name -}}
 {{- if and (eq .Values.workload.kind "none") (not .Values.fullnameOverride) -}}
 {{- $name = printf "%s-ds-ckpt" .Release.Name -}}
 {{- end -}}
 {{- $name = $name | replace "." "-" -}}
-{{- if gt (len $name) 40 -}}
-{{- $name = printf "%s-%s" ($name | trunc 31 | trimSuffix "-") (sha256sum $name | trunc 8) -}}
+{{- if gt (len $name) 36 -}}
+{{- $name = printf "%s-%s" ($name | trunc 27 | trimSuffix "-") (sha256sum $name | trunc 8) -}}
 {{- end -}}
 {{- $name -}}
 {{- end -}}
@@ -54,6 +54,11 @@ app.kubernetes.io/instance: {{ .Release.Name | trunc 63 | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" | quote }}
+{{- end -}}
+
+{{/* Labels or annotations of ours under the user's, which win: a key given twice is no YAML. */}}
+{{- define "ds-ckpt-sidecar.merged" -}}
+{{- toYaml (merge (deepCopy .given) (fromYaml .ours)) -}}
 {{- end -}}
 
 {{/* A number or a word as an environment variable has it: 1e+06 would be no count. */}}

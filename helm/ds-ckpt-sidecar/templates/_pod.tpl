@@ -1,21 +1,26 @@
 {{/*
 The pod of the ready chart: the user's container, ours, and what both need.
 
-Given a dict: own (the chart's context), container (name of the trainer's container), workload (name
-of the workload, or "" to see what the template is without it), masterAddr (host of the first node,
-or "" where the controller tells it).
+Given a dict: own (the chart's context), container (name of the trainer's container), masterAddr
+(host of the first node, or "" where the controller tells it).
 */}}
 
 {{/*
-Everything of a workload but its name, which ends with a hash of it: a pod's template cannot be
-changed in place. What may be changed in place, or concerns only people, is left out.
+A pod's template cannot be changed in place, so the workload's name ends with a hash of it, and of
+what else cannot. A change makes a new workload. Both helms, and later charts, hash the same.
 */}}
 {{- define "ds-ckpt-sidecar.workloadName" -}}
-{{- $fixed := omit .Values.workload "suspend" "ttlSecondsAfterFinished" "labels" "annotations" -}}
-{{- if has .Values.workload.kind (list "Job" "IndexedJob") -}}
-{{- $fixed = omit $fixed "backoffLimit" "activeDeadlineSeconds" -}}
+{{- $names := list "kind" "nodes" "masterPort" "podFailurePolicy" -}}
+{{- if not (has .Values.workload.kind (list "Job" "IndexedJob")) -}}
+{{- $names = concat $names (list "processesPerNode" "restartPolicy" "backoffLimit" "maxRestarts" "activeDeadlineSeconds") -}}
 {{- end -}}
-{{- $template := include "ds-ckpt-sidecar.podTemplate" (dict "own" . "container" "trainer" "workload" "" "masterAddr" "") -}}
+{{- $fixed := list -}}
+{{- range $names -}}
+{{- with get $.Values.workload . -}}
+{{- $fixed = append $fixed . -}}
+{{- end -}}
+{{- end -}}
+{{- $template := include "ds-ckpt-sidecar.podTemplate" (dict "own" . "container" "trainer" "masterAddr" "") -}}
 {{- printf "%s-%s" (include "ds-ckpt-sidecar.fullname" .) (printf "%s\n%s" (toJson $fixed) $template | sha256sum | trunc 8) -}}
 {{- end -}}
 
@@ -112,17 +117,11 @@ volumeMounts:
 {{- $kind := $own.Values.workload.kind -}}
 metadata:
   labels:
-    {{- include "ds-ckpt-sidecar.selectorLabels" $own | nindent 4 }}
-    {{- include "ds-ckpt-sidecar.podLabels" $own | nindent 4 }}
-    {{- with $pod.labels }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- $ours := printf "%s\n%s" (include "ds-ckpt-sidecar.selectorLabels" $own) (include "ds-ckpt-sidecar.podLabels" $own) }}
+    {{- include "ds-ckpt-sidecar.merged" (dict "given" $pod.labels "ours" $ours) | nindent 4 }}
   annotations:
-    kubectl.kubernetes.io/default-container: {{ .container }}
-    {{- include "ds-ckpt-sidecar.podAnnotations" $own | nindent 4 }}
-    {{- with $pod.annotations }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- $ours = printf "kubectl.kubernetes.io/default-container: %s\n%s" .container (include "ds-ckpt-sidecar.podAnnotations" $own) }}
+    {{- include "ds-ckpt-sidecar.merged" (dict "given" $pod.annotations "ours" $ours) | nindent 4 }}
 spec:
   {{- if ne $kind "PyTorchJob" }}
   restartPolicy: {{ $own.Values.workload.restartPolicy }}
@@ -130,7 +129,7 @@ spec:
   {{- if eq $kind "IndexedJob" }}
   subdomain: {{ include "ds-ckpt-sidecar.fullname" $own }}
   {{- end }}
-  terminationGracePeriodSeconds: {{ $pod.terminationGracePeriodSeconds }}
+  terminationGracePeriodSeconds: {{ int64 $pod.terminationGracePeriodSeconds }}
   serviceAccountName: {{ include "ds-ckpt-sidecar.serviceAccountName" $own }}
   automountServiceAccountToken: {{ $own.Values.serviceAccount.automountToken }}
   enableServiceLinks: false
@@ -196,11 +195,8 @@ spec:
 name: {{ include "ds-ckpt-sidecar.workloadName" . }}
 namespace: {{ .Release.Namespace }}
 labels:
-  {{- include "ds-ckpt-sidecar.labels" . | nindent 2 }}
-  app.kubernetes.io/component: training
-  {{- with .Values.workload.labels }}
-  {{- toYaml . | nindent 2 }}
-  {{- end }}
+  {{- $ours := printf "%s\napp.kubernetes.io/component: training" (include "ds-ckpt-sidecar.labels" .) }}
+  {{- include "ds-ckpt-sidecar.merged" (dict "given" .Values.workload.labels "ours" $ours) | nindent 2 }}
 {{- with .Values.workload.annotations }}
 annotations:
   {{- toYaml . | nindent 2 }}
@@ -210,14 +206,17 @@ annotations:
 {{/* The part of a Job's specification that an Indexed Job and the Jobs of a JobSet share. */}}
 {{- define "ds-ckpt-sidecar.indexed" -}}
 completionMode: Indexed
-completions: {{ .Values.workload.nodes }}
-parallelism: {{ .Values.workload.nodes }}
+completions: {{ int64 .Values.workload.nodes }}
+parallelism: {{ int64 .Values.workload.nodes }}
 {{- end -}}
 
 {{- define "ds-ckpt-sidecar.jobLimits" -}}
-backoffLimit: {{ .Values.workload.backoffLimit }}
+backoffLimit: {{ int64 .Values.workload.backoffLimit }}
 {{- with .Values.workload.activeDeadlineSeconds }}
-activeDeadlineSeconds: {{ . }}
+activeDeadlineSeconds: {{ int64 . }}
+{{- end }}
+{{- if semverCompare ">=1.29.0-0" .Capabilities.KubeVersion.Version }}
+podReplacementPolicy: {{ .Values.workload.podReplacementPolicy }}
 {{- end }}
 {{- with .Values.workload.podFailurePolicy }}
 podFailurePolicy:

@@ -9,10 +9,10 @@ agent's, so that it may also run again while an agent is at work.
 {{- define "ds-ckpt-sidecar.containerSecurityContext" -}}
 {{- $user := .Values.sidecar.runAsUser -}}
 {{- if not (kindIs "invalid" $user) }}
-runAsUser: {{ $user }}
+runAsUser: {{ int64 $user }}
 {{- end }}
 {{- if not (kindIs "invalid" .Values.sidecar.runAsGroup) }}
-runAsGroup: {{ .Values.sidecar.runAsGroup }}
+runAsGroup: {{ int64 .Values.sidecar.runAsGroup }}
 {{- end }}
 runAsNonRoot: {{ or (kindIs "invalid" $user) (ne (int64 $user) 0) }}
 readOnlyRootFilesystem: true
