@@ -10,6 +10,8 @@ from urllib.parse import unquote, urlsplit
 
 import typer
 
+from ds_ckpt_store.contract import access
+from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.errors import CkptError, InputError
 
 app = typer.Typer(
@@ -50,7 +52,8 @@ def errors() -> Iterator[None]:
         typer.echo(f"ds-ckpt: {error}", err=True)
         raise typer.Exit(1) from None
     except OSError as error:
-        typer.echo(f"ds-ckpt: {error}", err=True)
+        remedy = access.denied(error, Filesystem())
+        typer.echo(f"ds-ckpt: {error}{f'; {remedy}' if remedy else ''}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         typer.echo("ds-ckpt: interrupted; run it again to continue", err=True)

@@ -9,11 +9,10 @@ under its name, or in our own folder until the same removal is repeated.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Collection, Sequence
 
-from ds_ckpt_store.contract import names
+from ds_ckpt_store.contract import access, names
 from ds_ckpt_store.contract.filesystem import FileStat
 from ds_ckpt_store.contract.manifest import NodeManifest, Restored, RestoredFile, Shard
 from ds_ckpt_store.contract.volume import Volume
@@ -84,14 +83,7 @@ class LocalFiles:
 
     def _unreadable(self, path: str, error: OSError) -> ShardUnreadableError:
         full = f"{self._volume.path}/{path}"
-        remedy = "it will be tried again"
-        if error.errno in (errno.EACCES, errno.EPERM):
-            state = self._volume.fs.stat(full)
-            mode = f"mode {state.mode & 0o7777:04o} of uid {state.uid}" if state else "its mode"
-            remedy = (
-                f"it has {mode} and the agent runs as uid {os.geteuid()}: run both as the same "
-                "user, or make the trainer's files group-readable (umask 0027 and a common group)"
-            )
+        remedy = access.denied(error, self._volume.fs, full) or "it will be tried again"
         return ShardUnreadableError(f"cannot read {full}: {error.strerror}; {remedy}")
 
     def is_latest(self, manifest: NodeManifest) -> bool:
@@ -99,11 +91,23 @@ class LocalFiles:
         return self._latest(manifest.root) == manifest.tag.strip()
 
     def _latest(self, root: str) -> str:
+        """What it names; empty if there is none. One that cannot be read may name anything.
+
+        Raises:
+            OSError: as the system says.
+        """
         folder = self._volume.path if root == "." else f"{self._volume.path}/{root}"
         try:
             return self._volume.fs.read(f"{folder}/latest", 4096).decode(errors="replace").strip()
-        except (OSError, ManifestError):
+        except (FileNotFoundError, NotADirectoryError, ManifestError):
             return ""
+        except PermissionError as error:
+            why = access.barred(self._volume.fs, f"{folder}/latest")
+            raise PermissionError(
+                error.errno,
+                f"{error.strerror}, and it may name what is to be removed: nothing is; {why}",
+                f"{folder}/latest",
+            ) from None
 
     # ---- removing
 
@@ -196,10 +200,8 @@ class LocalFiles:
                 if path in left:
                     continue
                 with contextlib.suppress(ManifestError, FileNotFoundError, NotADirectoryError):
-                    state = fs.stat_beneath(self._volume.path, path)
-                    if state is None or not _is_same(state, entry):
+                    if not self._take(path, entry, taken):
                         continue
-                    fs.take_beneath(self._volume.path, path, taken)
             state = fs.stat(taken)
             if state is None:
                 continue
@@ -211,6 +213,22 @@ class LocalFiles:
         for folder in sorted({os.path.dirname(path) for path, _ in expected}, reverse=True):
             while folder not in ("", top) and fs.remove_folder_beneath(self._volume.path, folder):
                 folder = os.path.dirname(folder)
+
+    def _take(self, path: str, entry: Shard | RestoredFile, taken: str) -> bool:
+        """Take a file into our own folder if it is still as expected."""
+        fs, root = self._volume.fs, self._volume.path
+        try:
+            state = fs.stat_beneath(root, path)
+            if state is None or not _is_same(state, entry):
+                return False
+            fs.take_beneath(root, path, taken)
+        except PermissionError as error:
+            folder = os.path.dirname(f"{root}/{path}")
+            why = access.barred(fs, f"{folder}/")
+            raise PermissionError(
+                error.errno, f"{error.strerror}, nothing can be removed there; {why}", folder
+            ) from None
+        return True
 
     def _put_back(self, taken: str, path: str, save_id: str) -> None:
         fs = self._volume.fs

@@ -19,7 +19,7 @@ from ds_ckpt_sidecar.observe.report import AgentState, Reporter
 from ds_ckpt_sidecar.outbox import Found, Outbox
 from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_store.catalog import Catalog, Lease
-from ds_ckpt_store.contract import names
+from ds_ckpt_store.contract import access, names
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.manifest import Restored, SaveState, SaveStatus, TrainerStatus
 from ds_ckpt_store.contract.volume import Volume
@@ -432,6 +432,10 @@ class Syncer:
             return
         try:
             lock = self._volume.fs.try_lock(self._volume.cleaning_lock)
+        except PermissionError as error:  # the ranks may hold it: nothing goes meanwhile
+            why = access.denied(error, self._volume.fs)
+            self._failures.error("clean", "clean.failed", error=f"{error}; {why}")
+            return
         except OSError as error:  # no byte free: then cleaning is what is needed most
             self._failures.error("clean", "clean.unlocked", error=str(error))
             lock = None

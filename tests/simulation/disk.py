@@ -467,8 +467,8 @@ class SimFilesystem(Filesystem):
     def sync_folder(self, path: str) -> None:
         self._step("sync folder", path)
 
-    def let_group_read(self, path: str, mode: int) -> None:
-        """Every process of the world may read."""
+    def let_group_in(self, path: str, gid: int = -1) -> None:
+        """Every process of the world may do all."""
 
     # ---- for the checker and the trainer
 

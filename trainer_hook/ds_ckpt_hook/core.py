@@ -18,6 +18,7 @@ from ds_ckpt_hook.exchange import Exchange, connect
 from ds_ckpt_hook.publishing import Worker
 from ds_ckpt_hook.session import Session
 from ds_ckpt_hook.settings import Place, Settings, locate
+from ds_ckpt_store.contract import access
 from ds_ckpt_store.contract.clock import Clock, SystemClock, system_random
 from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.contract.manifest import SaveStatus
@@ -141,7 +142,8 @@ class Hook:
 
 
 def reason_of(error: BaseException) -> str:
-    """What to tell of an error: its sentence, and its class unless it is one of ours."""
+    """What to tell of an error: its sentence, its class unless it is one of ours, its remedy."""
     if isinstance(error, (HookError, CkptError)):
         return str(error)
-    return f"{type(error).__name__}: {error}"
+    remedy = access.denied(error, Filesystem())
+    return f"{type(error).__name__}: {error}{f'; {remedy}' if remedy else ''}"

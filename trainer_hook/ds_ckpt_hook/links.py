@@ -13,10 +13,12 @@ import fcntl
 import os
 from dataclasses import dataclass, replace
 
+from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.digest import CHUNK, crc32c_of_fd
 from ds_ckpt_store.contract.filesystem import FileStat, Filesystem
 from ds_ckpt_store.contract.manifest import Protection
-from ds_ckpt_store.errors import ShardChangedError
+from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import CkptError, ShardChangedError
 
 _FICLONE = 0x40049409  # linux/fs.h: _IOW(0x94, 9, int)
 _STRENGTH: tuple[Protection, ...] = ("none", "copy", "reflink", "hardlink")
@@ -47,8 +49,15 @@ def weakest(found: list[Protection]) -> Protection:
     return min(found, key=_STRENGTH.index, default="hardlink")
 
 
-def keep(fs: Filesystem, source: str, path: str, target: str) -> Kept:
-    """Protect one file as well as the filesystem can without reading it.
+def keep(fs: Filesystem, source: str, path: str, target: str, gid: int | None = None) -> Kept:
+    """Protect one file as well as the filesystem can without reading it, and let the sidecar at it.
+
+    Args:
+        fs: the volume's filesystem.
+        source: absolute folder that the file is in.
+        path: of the file, in there.
+        target: absolute folder of the protected names.
+        gid: the group to let in, -1 for whichever it has; None to leave the modes as they are.
 
     Raises:
         FileNotFoundError: it is gone.
@@ -58,7 +67,8 @@ def keep(fs: Filesystem, source: str, path: str, target: str) -> Kept:
     state = fs.stat(original)
     if state is None or not state.is_regular:
         raise FileNotFoundError(errno.ENOENT, "no regular file, or gone", original)
-    fs.let_group_read(original, state.mode)
+    if gid is not None:
+        fs.let_group_in(original, gid)
     fs.make_folder(os.path.dirname(name))
     protection: Protection = "hardlink"
     try:
@@ -77,6 +87,7 @@ def _reflink(fs: Filesystem, source: str, path: str, name: str) -> bool:
             stack.callback(os.close, reader)
             writer = fs.open_write(name)
             stack.callback(os.close, writer)
+            _like(reader, writer)
             fcntl.ioctl(writer, _FICLONE, reader)
     except OSError:
         fs.unlink(name)
@@ -122,6 +133,7 @@ def _copy(fs: Filesystem, kept: Kept) -> None:
         stack.callback(os.close, reader)
         writer = fs.open_write(name)
         stack.callback(os.close, writer)
+        _like(reader, writer)
         done = 0
         while chunk := os.pread(reader, CHUNK, done):
             view = memoryview(chunk)
@@ -130,6 +142,12 @@ def _copy(fs: Filesystem, kept: Kept) -> None:
                 view = view[os.write(writer, view) :]
         if fs.fstat(reader).identity != kept.state.identity:
             raise _changed(kept)
+
+
+def _like(reader: int, writer: int) -> None:
+    """Give a copy the mode of the original, before there is a byte in it."""
+    with contextlib.suppress(OSError):
+        os.fchmod(writer, os.fstat(reader).st_mode & 0o777)
 
 
 def _changed(kept: Kept) -> ShardChangedError:
@@ -155,14 +173,30 @@ def copy_small(fs: Filesystem, source: str, path: str, target: str, limit: int) 
     return Kept(path, source, target, "reflink", state)
 
 
-def widen(root: str, folder: str) -> None:
+def widen(fs: Filesystem, root: str, folder: str, gid: int) -> None:
     """Let the sidecar, which may be another user of the group, rename in the trainer's folders.
 
     Args:
+        fs: the volume's filesystem.
         root: absolute path to stop at; it is widened too.
         folder: absolute path to begin with, ``root`` or below it.
+        gid: the group to let in.
     """
-    with contextlib.suppress(OSError):
-        while len(folder) >= len(root):
-            os.chmod(folder, os.stat(folder).st_mode & 0o7777 | 0o2070)  # noqa: S103 - the group is both containers'
-            folder = os.path.dirname(folder)
+    while len(folder) >= len(root):
+        fs.let_group_in(folder, gid)
+        folder = os.path.dirname(folder)
+
+
+def widen_earlier(volume: Volume, gid: int) -> None:
+    """Let the sidecar at what was handed over before: by an earlier version, or another user."""
+    fs = volume.fs
+    for path, _ in fs.walk(volume.links):
+        fs.let_group_in(f"{volume.links}/{path}", gid)
+    for name in volume.manifests():
+        with contextlib.suppress(CkptError, OSError):
+            manifest = volume.manifest(name)
+            folder = f"{volume.path}/{volume.tag_folder(manifest)}"
+            fs.let_group_in(f"{folder[: -len(manifest.tag) - 1]}/{names.LATEST}", gid)
+            for shard in (*manifest.shards, *manifest.replicas):
+                fs.let_group_in(f"{folder}/{shard.path}", gid)
+                widen(fs, volume.path, os.path.dirname(f"{folder}/{shard.path}"), gid)

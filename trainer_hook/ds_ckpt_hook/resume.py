@@ -187,7 +187,8 @@ def _offer(
             unmanaged = local.unmanaged(session, place)
             durable = local.known_durable(session, place)
         except (CkptError, OSError) as error:
-            return Offer(error=f"{place.volume.path} cannot be looked through: {error}"), {}
+            why = reason_of(error)
+            return Offer(error=f"{place.volume.path} cannot be looked through: {why}"), {}
     if session.rank == 0 and url:
         try:
             from ds_ckpt_hook import remote

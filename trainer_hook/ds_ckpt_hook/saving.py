@@ -232,6 +232,7 @@ def _find(session: Session, place: Place | None, request: Request) -> dict[str, 
 def _protect(session: Session, place: Place, plan: Plan, state: SaveState) -> Job:
     """Link this rank's files; a failure goes into its piece, where its node's leader finds it."""
     fs = session.volume.fs
+    gid = session.lets_in
     folder = f"{place.save_dir}/{plan.tag}"
     target = session.volume.link_folder(plan.save_id)
     kept: list[links.Kept] = []
@@ -239,12 +240,17 @@ def _protect(session: Session, place: Place, plan: Plan, state: SaveState) -> Jo
     error = ""
     try:
         for path in plan.work_of(session.node, session.rank):
-            links.widen(place.volume.path, os.path.dirname(f"{folder}/{path}"))
-            kept.append(links.keep(fs, folder, path, target))
+            kept.append(links.keep(fs, folder, path, target, gid))
+        if gid is not None:
+            for parent in sorted({os.path.dirname(f"{folder}/{each.path}") for each in kept}):
+                links.widen(fs, place.volume.path, parent, gid)
+            if session.is_leader:  # the sidecar leaves what it names, if it can read it
+                fs.let_group_in(f"{place.save_dir}/{names.LATEST}", gid)
         if session.rank == 0:
             beside = _companions(session, place, target)
+        session.warn_if_unreadable([f"{folder}/{each.path}" for each in kept])
     except (CkptError, OSError) as failure:
-        error = str(failure)
+        error = reason_of(failure)
 
     def done(reason: str) -> None:
         state.reason = reason

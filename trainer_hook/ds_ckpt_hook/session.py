@@ -20,11 +20,11 @@ from typing import Any
 
 import psutil
 
-from ds_ckpt_hook import deepspeed_files
+from ds_ckpt_hook import deepspeed_files, links
 from ds_ckpt_hook.errors import NotPublishedError
 from ds_ckpt_hook.exchange import Exchange
 from ds_ckpt_hook.settings import Place, Settings
-from ds_ckpt_store.contract import names
+from ds_ckpt_store.contract import access, names
 from ds_ckpt_store.contract.clock import Clock, fresh_token
 from ds_ckpt_store.contract.manifest import END_OF_TIME_MS, Restored, TrainerStatus
 from ds_ckpt_store.contract.volume import Volume
@@ -51,7 +51,10 @@ class Hello:
 
 
 class Session:
-    """This process's part in one volume; made by :func:`begin`."""
+    """This process's part in one volume; made by :func:`begin`.
+
+    ``lets_in`` is the group that files of a checkpoint are opened to; None to leave them alone.
+    """
 
     def __init__(
         self,
@@ -61,8 +64,10 @@ class Session:
         *,
         clock: Clock,
         younger_than_ns: int,
+        widens: bool,
     ) -> None:
         self.volume = volume
+        self.lets_in = volume.group() if widens else None
         self.rank = rank
         self.world_size = len(hellos)
         self.node = hellos[rank].node
@@ -88,6 +93,7 @@ class Session:
         self._skipped = 0
         self._held_seconds = 0.0
         self._complained = False
+        self._warned_of_users = False
 
     @property
     def is_leader(self) -> bool:
@@ -148,6 +154,33 @@ class Session:
         """Add to the time that saves held the training thread."""
         with self._lock:
             self._held_seconds += seconds
+
+    def warn_if_unreadable(self, paths: Sequence[str]) -> None:
+        """Say, once, that the sidecar's user cannot read what was handed over.
+
+        Its user is that of the heartbeat that it writes. What it may read as a member of a group is
+        believed of the volume's group.
+        """
+        if self._warned_of_users or not paths:
+            return
+        sidecar = self.volume.fs.stat(f"{self.volume.status}/sidecar.json")
+        state = self.volume.fs.stat(paths[0])
+        if sidecar is None or state is None or sidecar.uid in (0, state.uid):
+            return
+        if state.mode & 0o004 or (state.mode & 0o040 and state.gid == self.volume.group()):
+            return
+        self._warned_of_users = True
+        logger.warning(
+            "%s has mode %04o of uid %d and group %d, and the sidecar runs as uid %d and cannot "
+            "read it: this save will not be stored; %s%s",
+            paths[0],
+            state.mode & 0o7777,
+            state.uid,
+            state.gid,
+            sidecar.uid,
+            "DS_CKPT_WIDEN_MODES=0 leaves it so; " if self.lets_in is None else "",
+            access.REMEDY,
+        )
 
     def note_skipped(self, reason: str) -> None:
         """A save was not published."""
@@ -221,16 +254,23 @@ def begin(
     if problems or place is None:
         raise NotPublishedError("; ".join(problems[:8]))
     session = Session(
-        place.volume, hellos, exchange.rank, clock=clock, younger_than_ns=younger_than_ns
+        place.volume,
+        hellos,
+        exchange.rank,
+        clock=clock,
+        younger_than_ns=younger_than_ns,
+        widens=settings.widen_modes,
     )
     error = ""
     if session.is_leader:
         try:
             clear_leftovers(session.volume)
+            if session.lets_in is not None:
+                links.widen_earlier(session.volume, session.lets_in)
             session.announce()
         except Exception as failure:  # noqa: BLE001 - the other ranks wait for this one's answer
             error = f"what an earlier attempt left on {place.volume.path} cannot be cleared: "
-            error += str(failure)
+            error += _with_remedy(failure, place.volume)
     errors = exchange.gather("handshake: volumes are clear", error)
     problems = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
     if problems:
@@ -271,8 +311,14 @@ def _hello(
             token=token,
         )
     except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's word
-        return Hello(error=f"the volume {place.volume.path} cannot be used: {error}"), 0
+        said = _with_remedy(error, place.volume)
+        return Hello(error=f"the volume {place.volume.path} cannot be used: {said}"), 0
     return hello, younger_than_ns
+
+
+def _with_remedy(error: Exception, volume: Volume) -> str:
+    remedy = access.denied(error, volume.fs)
+    return f"{error}; {remedy}" if remedy else str(error)
 
 
 def newest_known_ms(volume: Volume) -> int:

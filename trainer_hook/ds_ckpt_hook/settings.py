@@ -31,6 +31,9 @@ class Settings:
         destination: ``DS_CKPT_DESTINATION``, the store's URL. Only ``agree_on_resume`` reads it.
         start_fresh: ``DS_CKPT_START_FRESH``, start from scratch though checkpoints are known
             of that cannot be had. Global rank 0's value counts for all.
+        widen_modes: ``DS_CKPT_WIDEN_MODES``, let the volume's group read the files of a checkpoint
+            and change its folders, so that a sidecar of another user can store and remove it.
+            ``0`` leaves them as the trainer made them: the sidecar must be the trainer's user.
         exchange_timeout: ``DS_CKPT_TIMEOUT``, how long a rank waits for the others in one exchange.
         publish_timeout: ``DS_CKPT_PUBLISH_TIMEOUT``, how long a node waits in the background for
             the checksums of its ranks.
@@ -42,6 +45,7 @@ class Settings:
     run_id: str | None = None
     destination: str | None = None
     start_fresh: bool = False
+    widen_modes: bool = True
     exchange_timeout: float = 120.0
     publish_timeout: float = 1800.0
     resume_timeout: float = 7200.0
@@ -58,6 +62,7 @@ class Settings:
             run_id=_run_id(environ.get("DS_CKPT_RUN_ID", "")),
             destination=environ.get("DS_CKPT_DESTINATION") or None,
             start_fresh=environ.get("DS_CKPT_START_FRESH", "").lower() in ("1", "true", "yes"),
+            widen_modes=environ.get("DS_CKPT_WIDEN_MODES", "").lower() not in ("0", "false", "no"),
             exchange_timeout=_seconds(environ, "DS_CKPT_TIMEOUT", cls.exchange_timeout),
             publish_timeout=_seconds(environ, "DS_CKPT_PUBLISH_TIMEOUT", cls.publish_timeout),
             resume_timeout=_seconds(environ, "DS_CKPT_RESUME_TIMEOUT", cls.resume_timeout),

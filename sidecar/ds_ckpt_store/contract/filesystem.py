@@ -21,6 +21,9 @@ from ds_ckpt_store.errors import ManifestError
 
 FILE_MODE = 0o664
 FOLDER_MODE = 0o2775
+_GROUPS_FILE = 0o060
+_GROUPS_FOLDER = 0o2070
+_RUNS_AS_OWNER = stat.S_ISUID | stat.S_ISGID
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9]+\.[0-9a-f]{8}\.tmp")
 MAX_DEPTH = 512  # no deeper than a path that we hand over can be
 _STAYS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR)
@@ -31,6 +34,7 @@ class FileStat:
     """What identifies one state of one file; times in nanoseconds, sizes in bytes.
 
     ``allocated`` is what it takes on the disk: less than ``size`` where the file has holes.
+    ``gid`` is -1 where a filesystem knows no groups.
     """
 
     size: int
@@ -41,6 +45,7 @@ class FileStat:
     uid: int
     links: int
     allocated: int = 0
+    gid: int = -1
 
     @property
     def is_regular(self) -> bool:
@@ -76,6 +81,7 @@ def _to_stat(result: os.stat_result) -> FileStat:
         result.st_uid,
         result.st_nlink,
         result.st_blocks * 512,
+        result.st_gid,
     )
 
 
@@ -247,12 +253,20 @@ class Filesystem:
     # ---- writing
 
     def make_folder(self, path: str) -> None:
-        """A folder and its parents, group-writable and set-gid, for both containers."""
+        """A folder and its parents, group-writable and set-gid, for both containers.
+
+        It gets the group of the folder that it lies in, also where that one is not set-gid.
+        """
         if os.path.isdir(path):
             return
-        self.make_folder(os.path.dirname(path))
+        parent = os.path.dirname(path)
+        self.make_folder(parent)
         with contextlib.suppress(FileExistsError):
             os.mkdir(path)
+            group = os.stat(parent).st_gid
+            if os.lstat(path).st_gid != group:
+                with contextlib.suppress(PermissionError):
+                    os.chown(path, -1, group, follow_symlinks=False)
             with contextlib.suppress(PermissionError):
                 os.chmod(path, FOLDER_MODE)
 
@@ -318,9 +332,17 @@ class Filesystem:
         return found
 
     def open_write(self, path: str) -> int:
-        """A descriptor to write ranges of a file of our own, created if absent, links refused."""
+        """A descriptor to write ranges of a file of our own, created if absent, links refused.
+
+        The group may read and write it, whatever the umask says; others as the umask says.
+        """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(path, flags, FILE_MODE)
+        fd = os.open(path, flags, FILE_MODE)
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        if mode & _GROUPS_FILE != _GROUPS_FILE:
+            with contextlib.suppress(OSError):
+                os.fchmod(fd, mode | _GROUPS_FILE)
+        return fd
 
     def try_lock(self, path: str) -> int | None:
         """Lock a file of our own for as long as the returned descriptor is open.
@@ -328,7 +350,13 @@ class Filesystem:
         None if another process, or another descriptor of this one, holds it. The lock goes with
         its process, however that ends.
         """
-        fd = self.open_write(path)
+        try:
+            fd = self.open_write(path)
+        except PermissionError:
+            # Of another user who does not let the group write. To lock it, reading is enough.
+            if self.stat(path) is None:
+                raise
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -336,10 +364,36 @@ class Filesystem:
             return None
         return fd
 
-    def let_group_read(self, path: str, mode: int) -> None:
-        """Add the group's right to read to a file's mode, if it is ours to change."""
-        with contextlib.suppress(PermissionError):
-            os.chmod(path, mode & 0o7777 | 0o040)
+    def let_group_in(self, path: str, gid: int = -1) -> None:
+        """Let the group read and write a file, or change a folder, as far as it is ours to change.
+
+        Kubernetes does the same to what it finds on a volume with an ``fsGroup``. A link is not
+        followed, and a program that runs as its owner stays as it is.
+
+        Args:
+            path: a file or folder; it is no error if there is none.
+            gid: the group that trainer and sidecar have in common. What has another one gets it,
+                unless everybody may use it. -1 leaves the group as it is.
+        """
+        with contextlib.suppress(OSError):
+            state = os.lstat(path)
+            folder = stat.S_ISDIR(state.st_mode)
+            if not folder and (not stat.S_ISREG(state.st_mode) or state.st_mode & _RUNS_AS_OWNER):
+                return
+            mode = stat.S_IMODE(state.st_mode) | (_GROUPS_FOLDER if folder else _GROUPS_FILE)
+            everybodys = state.st_mode & (0o002 if folder else 0o004)
+            regroup = gid not in (-1, state.st_gid) and not everybodys
+            if mode == stat.S_IMODE(state.st_mode) and not regroup:
+                return
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            fd = os.open(path, flags)
+            try:
+                if regroup:
+                    with contextlib.suppress(OSError):
+                        os.fchown(fd, -1, gid)
+                os.fchmod(fd, mode)
+            finally:
+                os.close(fd)
 
     def link(self, source: str, target: str) -> None:
         """A hard link, not following a link at the end of ``source``."""

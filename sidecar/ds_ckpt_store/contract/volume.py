@@ -85,6 +85,26 @@ class Volume:
         self.refuse_links()
         for folder in (self.outbox, self.pieces, self.links, self.status):
             self.fs.make_folder(folder)
+        self._share()
+
+    def _share(self) -> None:
+        """Let the other container's user at what this one made: also where it was killed at it.
+
+        An earlier version made some of these for its own user alone.
+        """
+        folders = (self.own, self.outbox, self.pieces, self.links, self.status)
+        later = (self.restoring, self.aside, self.trash)
+        files = (self._identity, self.lock, self.cleaning_lock, self.restore_lock, self.limits)
+        for path in (*folders, *later, *files, self.restored):
+            self.fs.let_group_in(path)
+
+    def group(self) -> int:
+        """The group that trainer and sidecar have in common, as far as the volume tells; else -1.
+
+        It is that of our own folder, which whoever came first made in the group of the volume.
+        """
+        state = self.fs.stat(self.own)
+        return -1 if state is None else state.gid
 
     def refuse_links(self) -> None:
         """See that our own folders are folders: through a link we would write and remove elsewhere.
