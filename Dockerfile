@@ -18,6 +18,13 @@ COPY sidecar sidecar
 RUN pip wheel --no-cache-dir --no-index --no-deps --no-build-isolation --wheel-dir wheels . \
     && pip --python /opt/ds-ckpt/bin/python install --no-cache-dir --no-compile \
         --no-index --no-deps wheels/*.whl
+# Tests that packages bring along go, and of the 400 services that botocore describes all but S3 and
+# those that credentials come from: roles, web identities and single sign-on.
+RUN packages=$(echo /opt/ds-ckpt/lib/python3*/site-packages) \
+    && find "$packages" '(' -name tests -o -name conftest.py -o -name 'test_*.py' ')' \
+        -prune -exec rm -r '{}' + \
+    && find "$packages/botocore/data" -mindepth 1 -maxdepth 1 -type d \
+        ! -name s3 ! -name sts ! -name sso ! -name sso-oidc ! -name signin -exec rm -r '{}' +
 # Bytecode of all, and of Python's own library, which its image brings without: with a read-only
 # root each start would compile it anew. In a tree apart, so that it is copied with the rest.
 RUN export PYTHONPYCACHEPREFIX=/opt/ds-ckpt/bytecode \

@@ -3,20 +3,24 @@
 # PYTHON   the interpreter that the virtual environment is made from
 # STORE    demo: file or s3          ZERO   demo: 0, 1, 2 or 3
 # JOBS     test: processes; servers and training make them wait, so one more than there are cores
+# JOBS_K8S test-k8s: processes; pods mostly wait for each other, so one for each core
 # RUNS     simulate: how many; SEED: of all of them, default a fresh one
 # SECONDS  soak: how long the hand is at work; SEED: of all that it draws
-# IMAGE    image: its name; ENGINE: podman or docker, whichever is there
-# ARGS     further arguments for pytest, the demo, a benchmark or the soak
+# IMAGE    image: its name; BASE: what it stands on, if not what the Dockerfile says
+# ENGINE   image: podman or docker, whichever is there
+# ARGS     further arguments for pytest, the demo, a benchmark, the soak or the engine
 # PIP_ARGS further arguments for `pip install` of torch, for instance an index with CPU wheels
 
 PYTHON ?= python3
 STORE ?= file
 ZERO ?= 2
 JOBS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+JOBS_K8S ?= $(shell getconf _NPROCESSORS_ONLN)
 RUNS ?= 300
 SECONDS ?= 600
 SEED ?=
 IMAGE ?= ds-ckpt-sidecar
+BASE ?=
 ENGINE ?= $(shell command -v podman || command -v docker)
 ARGS ?=
 PIP_ARGS ?=
@@ -89,8 +93,9 @@ test: $(STAMP) $(SERVERS_STAMP) ## the tests; ARGS="-k restore -x" picks some
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 		--ignore=tests/kubernetes $(ARGS)
 
-test-k8s: $(STAMP) k8s-tools ## the tests of image, chart and pods, in containers; as root
-	$(BIN)/python -m pytest tests/kubernetes $(ARGS)
+test-k8s: $(STAMP) $(SERVERS_STAMP) k8s-tools ## the tests of image, chart and pods; as root
+	@$(PYTHON) -m tests.kubernetes.tools.install images
+	$(BIN)/python -m pytest -n $(JOBS_K8S) --dist loadfile --durations=10 tests/kubernetes $(ARGS)
 
 k8s-tools: ## podman and helm for these tests, in .kubernetes, and by apt
 	@$(PYTHON) -m tests.kubernetes.tools.install
@@ -143,7 +148,8 @@ bench: $(STAMP) $(BENCH_STAMP) ## the benchmarks in bench/, each beside what one
 
 image: ## the sidecar's image, by podman or docker; IMAGE=registry.example/ds-ckpt-sidecar:0.1.0
 	@test -n "$(ENGINE)" || { echo "neither podman nor docker is on PATH: install one"; exit 1; }
-	$(ENGINE) build --build-arg REVISION=$$(git rev-parse HEAD) --tag $(IMAGE) .
+	$(ENGINE) build --build-arg REVISION=$$(git rev-parse HEAD) \
+		$(if $(BASE),--build-arg BASE=$(BASE)) --tag $(IMAGE) $(ARGS) .
 
 # For every platform of Linux, with the hashes of all their wheels.
 LOCK = $(KUBERNETES)/bin/uv pip compile --quiet --upgrade --universal --python-version 3.13 \
@@ -152,7 +158,7 @@ LOCK = $(KUBERNETES)/bin/uv pip compile --quiet --upgrade --universal --python-v
 image-lock: ## image/*.txt: the versions that the image holds, the newest that fit
 	@$(PYTHON) -m tests.kubernetes.tools.install programs
 	$(LOCK) image/build.in --output-file image/build.txt
-	$(LOCK) pyproject.toml --extra sidecar --extra kubernetes --output-file image/requirements.txt
+	$(LOCK) pyproject.toml --extra sidecar --output-file image/requirements.txt
 
 clean: ## remove the virtual environment, caches and build results
 	rm -rf $(VENV) $(BENCH) $(SERVERS) $(KUBERNETES) build dist ./*.egg-info .demo .coverage

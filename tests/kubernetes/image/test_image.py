@@ -1,16 +1,16 @@
 """The image: what is in it, what is not, and that it works with no rights at all.
 
-Every container here runs as the chart's does: a read-only root, no capabilities, no new
-privileges, any user but root. What the image and its start cost is printed, not judged.
+Every container here has the rights that the chart gives it: a read-only root, no capabilities, no
+new privileges, a user that is not root, and its limit of memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,54 +18,29 @@ import pytest
 from ds_ckpt_sidecar import __version__
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract.clock import system_random
-from tests import servers, servers_gcs
+from tests import servers, servers_azure, servers_gcs
 from tests.kubernetes.conftest import Podman
+from tests.kubernetes.image.container import agent, of_chart, own, rights, settings
 from tests.kubernetes.tools import install, machine
 from tests.sidecar.handoff import Trainer
 from tests.sidecar.world import check_whole
 
 OWN = 65532
 ARBITRARY = 1234567890
-RESTRICTED = (
-    "--read-only",
-    "--read-only-tmpfs=false",
-    "--cap-drop=ALL",
-    "--security-opt=no-new-privileges",
-    "--network=host",
-)
-VOLUME = "/checkpoints"
 COMPILERS = "cc gcc g++ c++ c99 cpp ld as ar make cmake clang tcc rustc cargo go"
 
 
-@pytest.fixture
-def show(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Prints for whoever reads the output of the tests."""
-
-    def printed(text: str) -> None:
-        with capsys.disabled():
-            print(f"\n{text}", flush=True)
-
-    return printed
-
-
-def environment(environ: Mapping[str, str]) -> list[str]:
-    return [f"--env={name}={value}" for name, value in environ.items()]
-
-
-def restricted(
-    uid: int = OWN, volume: Path | None = None, environ: Mapping[str, str] | None = None
-) -> list[str]:
-    """Arguments of ``podman run``, but for the image and what it is told."""
-    mounts = [f"--volume={volume}:{VOLUME}"] if volume else []
-    settings = {"DS_CKPT_VOLUME": VOLUME, "DS_CKPT_LOG_FORMAT": "json", **(environ or {})}
-    return [*RESTRICTED, f"--user={uid}:{uid}", *mounts, *environment(settings)]
-
-
-def own(volume: Path, uid: int) -> None:
-    """Give a volume to a user, as the kubelet and a trainer of that user would have made it."""
-    for folder, _, files in os.walk(volume):
-        for name in (".", *files):
-            os.lchown(os.path.join(folder, name), uid, uid)
+def ds_ckpt(
+    podman: Podman,
+    image: str,
+    *arguments: str,
+    volume: Path,
+    environ: Mapping[str, str],
+    uid: int | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run the image to its end, as the chart's sidecar."""
+    told = [*rights(of_chart("ds-ckpt-sidecar"), uid), *settings(volume, environ)]
+    return podman("run", "--rm", *told, image, *arguments)
 
 
 @pytest.fixture
@@ -81,6 +56,15 @@ def volume(tmp_path: Path) -> Path:
 def destination(seaweed: servers.S3) -> dict[str, str]:
     """Settings that name a new prefix on an S3 server of this machine."""
     return {**seaweed.environ, "DS_CKPT_DESTINATION": f"s3://{seaweed.bucket()}/run"}
+
+
+def check_committed(seaweed: servers.S3, destination: Mapping[str, str], tag: str) -> None:
+    """One checkpoint is in the store, and whole."""
+    bucket = destination["DS_CKPT_DESTINATION"].split("/")[2]
+    with contextlib.closing(seaweed.store(bucket)) as store:
+        (record,) = Catalog(store, system_random()).committed()
+        assert record.tag == tag
+        check_whole(store, record)
 
 
 # ---- what it is
@@ -101,7 +85,8 @@ def test_it_says_what_it_is_and_runs_as_a_user_known_by_number(podman: Podman, i
     assert labels["title"] == "ds-ckpt-sidecar"
     assert labels["licenses"] == "Apache-2.0"
     assert labels["version"] == __version__
-    said = podman("run", "--rm", *RESTRICTED, image, "--version").stdout
+    given = rights(of_chart("ds-ckpt-sidecar"))
+    said = podman("run", "--rm", "--network=none", *given, image, "--version").stdout
     assert said == f"ds-ckpt {__version__}\n"
 
 
@@ -176,37 +161,70 @@ def test_any_user_stores_a_checkpoint_and_brings_it_back_with_no_rights(
     uid: int,
 ) -> None:
     own(volume, uid)
-    podman("run", "--rm", *restricted(uid, volume, destination), image, "agent", "--once")
-    bucket = destination["DS_CKPT_DESTINATION"].split("/")[2]
-    store = seaweed.store(bucket)
-    (record,) = Catalog(store, system_random()).committed()
-    assert record.tag == "step1"
-    check_whole(store, record)
-    store.close()
+    ds_ckpt(podman, image, "agent", "--once", volume=volume, environ=destination, uid=uid)
+    check_committed(seaweed, destination, "step1")
 
     fresh = tmp_path / "fresh"
     fresh.mkdir()
     own(fresh, uid)
-    arguments = ["restore", destination["DS_CKPT_DESTINATION"], VOLUME]
-    podman("run", "--rm", *restricted(uid, fresh, destination), image, *arguments)
+    container = of_chart("ds-ckpt-restore")
+    container["args"] = [
+        destination["DS_CKPT_DESTINATION"] if each == "s3://bucket/run" else each
+        for each in container["args"]
+    ]
+    told = [*rights(container, uid), *settings(fresh, destination)]
+    podman("run", "--rm", *told, image, *container["args"])
     for name in ("a.pt", "b.pt"):
         assert (fresh / "step1" / name).read_bytes() == (volume / "step1" / name).read_bytes()
+
+
+def test_it_keeps_storing_what_comes_has_no_rights_and_ends_on_sigterm(
+    image: str, volume: Path, destination: dict[str, str], seaweed: servers.S3, tmp_path: Path
+) -> None:
+    with agent(image, volume, destination, tmp_path) as running:
+        running.until_ready()
+        running.wait_for("save.committed")
+        check_committed(seaweed, destination, "step1")
+        assert {running.status(key) for key in ("CapEff", "CapPrm", "CapBnd")} == {"0" * 16}
+        assert running.status("NoNewPrivs") == "1"
+        assert running.status("Seccomp") == "2"
+        assert set(running.status("Uid").split()) == {str(OWN)}
+        assert [running.page(path) for path in ("/healthz", "/startedz")] == [(200, "ok\n")] * 2
+        assert running.stop() == 0
+    assert running.lines("agent.stopped")[0]["left"] == 0
+
+
+LIBRARIES = ("cryptography", "_cffi_backend", "google", "google_crc32c", "azure", "psycopg", "grpc")
+
+
+def test_of_libraries_that_it_does_not_need_none_is_in_its_memory(
+    image: str, volume: Path, destination: dict[str, str], tmp_path: Path
+) -> None:
+    with agent(image, volume, destination, tmp_path) as running:
+        running.wait_for("save.committed")
+        mapped = {path.partition("/site-packages/")[2] for path in running.mapped()}
+    packages = {re.split(r"[./]", path)[0] for path in mapped} - {""}
+    assert "_awscrt" in packages
+    assert packages & set(LIBRARIES) == set()
 
 
 def test_its_start_compiles_nothing(
     podman: Podman, image: str, volume: Path, destination: dict[str, str]
 ) -> None:
-    told = restricted(OWN, volume, {**destination, "PYTHONVERBOSE": "1"})
-    said = podman("run", "--rm", *told, image, "agent", "--once").stderr
+    told = {**destination, "PYTHONVERBOSE": "1"}
+    said = ds_ckpt(podman, image, "agent", "--once", volume=volume, environ=told).stderr
     read = re.findall(r"^# code object from '?([^'\n]+?)'?$", said, re.MULTILINE)
     assert len(read) > 300
     assert [path for path in read if not path.endswith(".pyc")] == []
 
 
-def imported(podman: Podman, image: str, volume: Path, environ: Mapping[str, str]) -> set[str]:
+def imported(
+    podman: Podman, image: str, volume: Path, environ: Mapping[str, str], *mounts: str
+) -> set[str]:
     """The packages that an agent has imported when it has stored a checkpoint."""
-    told = restricted(OWN, volume, {**environ, "PYTHONPROFILEIMPORTTIME": "1"})
-    said = podman("run", "--rm", *told, image, "agent", "--once").stderr
+    told = settings(volume, {**environ, "PYTHONPROFILEIMPORTTIME": "1"})
+    given = [*rights(of_chart("ds-ckpt-sidecar")), *mounts, *told]
+    said = podman("run", "--rm", *given, image, "agent", "--once").stderr
     modules = re.findall(r"^import time:[^|]*\|[^|]*\| +([\w.]+)$", said, re.MULTILINE)
     assert len(modules) > 300
     return {module.partition(".")[0] for module in modules}
@@ -224,10 +242,39 @@ def test_an_agent_of_s3_imports_no_other_sdk(
 def test_an_agent_of_cloud_storage_imports_no_other_sdk(
     podman: Podman, image: str, volume: Path, fake_gcs: servers_gcs.GCS
 ) -> None:
-    environ = fake_gcs.environ(DS_CKPT_DESTINATION=f"gs://{fake_gcs.bucket()}/run")
-    assert imported(podman, image, volume, environ) & SDKS == {"google"}
+    url = f"gs://{fake_gcs.bucket()}/run"
+    environ = {**fake_gcs.environ(), "DS_CKPT_DESTINATION": url}
+    assert imported(podman, image, volume, environ) & SDKS == {"google", "cryptography"}
 
 
-def test_an_agent_of_a_folder_imports_no_sdk(podman: Podman, image: str, volume: Path) -> None:
-    environ = {"DS_CKPT_DESTINATION": f"file://{VOLUME}/store"}
-    assert imported(podman, image, volume, environ) & SDKS == set()
+def test_an_agent_of_azure_imports_no_other_sdk(
+    podman: Podman, image: str, volume: Path, azurite: servers_azure.Azure
+) -> None:
+    url = f"az://{azurite.container()}/run"
+    environ = {**azurite.environ, "DS_CKPT_DESTINATION": url}
+    assert imported(podman, image, volume, environ) & SDKS == {"azure", "cryptography"}
+
+
+def test_an_agent_of_a_folder_imports_no_sdk(
+    podman: Podman, image: str, volume: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "store").mkdir()
+    own(tmp_path / "store", OWN)
+    environ = {"DS_CKPT_DESTINATION": "file:///store"}
+    mount = f"--volume={tmp_path / 'store'}:/store"
+    assert imported(podman, image, volume, environ, mount) & SDKS == set()
+
+
+# What boto3's chain of credentials calls: a role, a web identity (IRSA), single sign-on, a login.
+CREDENTIALS = ("sts", "sso", "sso-oidc", "signin")
+
+
+def test_botocore_still_knows_what_credentials_come_from(podman: Podman, image: str) -> None:
+    script = (
+        "import boto3, sys; session = boto3.session.Session();"
+        "print(*session.get_available_services());"
+        "[session.client(name, region_name='eu-west-1') for name in sys.argv[1:]]"
+    )
+    run = ["run", "--rm", "--network=none", "--entrypoint=/opt/ds-ckpt/bin/python"]
+    said = podman(*run, image, "-c", script, "s3", *CREDENTIALS).stdout
+    assert set(said.split()) == {"s3", *CREDENTIALS}

@@ -2,6 +2,9 @@
 
 All but Debian's packages goes into ``.kubernetes/``. What is there is not done again. Needs root,
 for pods whose containers run as several users, and apt, unless podman and the rest are there.
+
+Steps can be named: ``python -m tests.kubernetes.tools.install programs``. ``images`` is done only
+when it is named: it builds the images, which the tests would do too, but within their time-outs.
 """
 
 from __future__ import annotations
@@ -21,7 +24,14 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.kubernetes.tools.machine import AUTHORITIES, ROOT, TOOLS, podman
+from tests.kubernetes.tools.machine import (
+    AUTHORITIES,
+    ROOT,
+    TOOLS,
+    build_sidecar,
+    build_trainer,
+    podman,
+)
 
 HERE = Path(__file__).resolve().parent
 BIN = TOOLS / "bin"
@@ -211,11 +221,21 @@ def mirror() -> list[str]:
     return re.findall(r"^URIs: *(\S+/debian)/?$", text, re.MULTILINE)[:1]
 
 
+def images() -> None:
+    """The sidecar's image, and one for trainers."""
+    with step("images"):
+        build_sidecar()
+        build_trainer()
+
+
+STEPS = (programs, clients, system, settings, base)
+
+
 def main(wanted: list[str]) -> None:
-    """Do what is not done yet; of the steps, those that are named, or all."""
+    """Do what is not done yet; of the steps, those that are named, or all but images."""
     BIN.mkdir(parents=True, exist_ok=True)
-    for each in (programs, clients, system, settings, base):
-        if not wanted or each.__name__ in wanted:
+    for each in (*STEPS, images):
+        if each.__name__ in wanted or (not wanted and each in STEPS):
             each()
 
 
