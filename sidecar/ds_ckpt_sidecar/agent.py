@@ -1,34 +1,51 @@
 """One sidecar process: builds the parts, runs passes until told to stop, drains, and exits.
 
 Start: lock the volume (a second agent stands by), probe the store until it answers, then pass
-after pass, woken by the outbox or by the clock. SIGTERM: the newest save first, until all is
-stored or the deadline comes; what is left is continued by a later start.
+after pass, woken by the outbox or by the clock. SIGTERM, or the notice of a preStop hook: what can
+become durable in the time that is left comes first, and then the newest; what is left is continued
+by a later start.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Protocol
 
 from ds_ckpt_sidecar import __version__
+from ds_ckpt_sidecar.ending import (
+    NOTICE_SECONDS,
+    OVER,
+    Ending,
+    Impatient,
+    Patience,
+    TrainerWatch,
+    Verdict,
+)
 from ds_ckpt_sidecar.journal import Journal
-from ds_ckpt_sidecar.lifecycle import Lifecycle
+from ds_ckpt_sidecar.lifecycle import Lifecycle, Save
 from ds_ckpt_sidecar.limits import LimitsWatch, describe_rate
 from ds_ckpt_sidecar.local import LocalFiles
+from ds_ckpt_sidecar.observe.health import Health
 from ds_ckpt_sidecar.observe.log import Growing, Log
 from ds_ckpt_sidecar.observe.report import AgentState, Reporter
+from ds_ckpt_sidecar.observe.termination import TerminationMessage
+from ds_ckpt_sidecar.order import Rate, first_in_hurry
 from ds_ckpt_sidecar.outbox import watch
 from ds_ckpt_sidecar.priority import stand_back
 from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_sidecar.syncer import LONGEST_BACKOFF, Syncer
+from ds_ckpt_sidecar.telling import Reports, Telling
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract.clock import Clock, SystemClock, system_random
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import (
     CkptError,
+    InputError,
     OwnershipError,
     PausedError,
     SettingsError,
@@ -43,10 +60,26 @@ from ds_ckpt_store.transfer.plan import MIB, check_preferred
 from ds_ckpt_store.transfer.upload import Uploader
 
 ONCE_TRIES = 3
+SILENT_SECONDS = 240.0
+"""What a healthy agent may be silent beyond twice the patience with a request; see Health."""
+
+MAKE_WAY_SECONDS = 0.5
+"""Between two looks at what should be uploaded instead, while there is little time."""
+
 _SHARED = (
     "run trainer and agent as the same user, or give both a common group (fsGroup) and let the "
     "group write (umask 0002)"
 )
+
+
+class Examiner(Protocol):
+    """Looks at what the agent stands on, and says what it finds; raises nothing."""
+
+    def volume(self) -> None:
+        """The volume is locked."""
+
+    def store(self) -> None:
+        """The store was reached; must not wait for it."""
 
 
 class Agent:
@@ -61,6 +94,9 @@ class Agent:
         rng: randomness.
         open_journal: makes the journal once the volume is locked.
         executor: where parts are sent; its own pool of threads if None.
+        message: the container's termination message, if there is one.
+        reports: to the cluster, if there are any.
+        examiner: asked at start, if there is one.
 
     Raises:
         SettingsError: a setting cannot work with this store.
@@ -77,6 +113,9 @@ class Agent:
         rng: random.Random | None = None,
         open_journal: Callable[[str, Callable[[str], None], Clock], Journal] = Journal,
         executor: Executor | None = None,
+        message: TerminationMessage | None = None,
+        reports: Reports | None = None,
+        examiner: Examiner | None = None,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -109,18 +148,55 @@ class Agent:
             log=log,
             clock=self._clock,
         )
+        self._rate = Rate(self._budget, self._clock)
+        self._health = Health(self._clock, SILENT_SECONDS + 2 * settings.stall_seconds)
+        self._telling = Telling(message, reports)
+        self._examiner = examiner
+        self._ending = Ending(self._clock, settings.drain_seconds)
+        self._trainer = TrainerWatch(self._clock, settings.trainer_gone_seconds)
+        self._patience = Patience(self._clock, settings.drain_seconds)
         self._wake = threading.Event()
-        self._stopping = threading.Event()
         self._refused = False
+        self._noticed = False
+        self._began_hurried = False
+        self._rested = False
+        self._make_way_due = 0.0
+        self._failed_passes = 0
+        self._said: Verdict = ""
         self._state: AgentState = "starting"
-        self._deadline: float | None = None
         self._syncer: Syncer | None = None
         self._journal: Journal | None = None
 
+    # ---- from other threads
+
     def stop(self) -> None:
         """Ask it to drain and exit; safe to call from a signal handler."""
-        self._stopping.set()
+        self._ending.stop()
         self._wake.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether it was asked to."""
+        return self._ending.stopping
+
+    def notice(self) -> str:
+        """Tell it that the pod is going to end; it answers nothing."""
+        self._ending.notice()
+        self._wake.set()
+        return ""
+
+    def answers(self) -> dict[str, Callable[[], str]]:
+        """What its page says: path to a function that gives why not, or nothing if all is well."""
+        return {
+            "/healthz": self._health.why_dead,
+            "/startedz": self._health.why_not_started,
+            "/readyz": self._health.why_not_ready,
+            "/prestop": self.notice,
+        }
+
+    def cut_short(self) -> None:
+        """It ends at once, in the middle of something: tell others what is not durable."""
+        self._telling.ended()
 
     # ---- the process
 
@@ -130,6 +206,13 @@ class Agent:
         Returns:
             Exit code: 0 done, 1 something is not stored.
         """
+        try:
+            return self._run(once)
+        except (CkptError, OSError) as error:
+            self._telling.ended(str(error))
+            raise
+
+    def _run(self, once: bool) -> int:
         try:
             self._volume.prepare()
             lock = self._lock(once)
@@ -145,6 +228,7 @@ class Agent:
             ) from None
         if lock is None:
             return 1 if once else 0
+        self._health.started = True
         if self._settings.priority == "low":
             stand_back(self._log)
         stop_watching: Callable[[], None] = lambda: None  # noqa: E731
@@ -162,19 +246,23 @@ class Agent:
                 bandwidth=describe_rate(self._budget.bandwidth),
             )
             self._limits.look()
-            self._say_unchangeable()
+            if self._examiner is not None:
+                self._examiner.volume()
             self._clear_up()
             store = self._connect(once, node)
             if store is None:
-                return 1
+                return self._unreached(once)
+            if self._examiner is not None and not once:
+                self._examiner.store()
             path = self._settings.journal or self._volume.journal
             journal = self._journal = self._open_journal(path, self._warn_journal, self._clock)
             self._syncer = self._build(store, journal, node)
             self._syncer.look_up_committed()
             self._syncer.beat("running", now=True)
+            self._health.unready = ""
             if not once:
                 stop_watching = watch(self._volume.outbox, self._wake, self._warn_watch)
-            code = self._drain_once() if once else self._loop()
+            code = self._once() if once else self._loop()
         finally:
             stop_watching()
             self._executor.shutdown(wait=True, cancel_futures=True)
@@ -216,6 +304,8 @@ class Agent:
             failures=self._failures,
             clock=self._clock,
             rng=self._rng,
+            heard=self._telling.heard,
+            hurried=self._is_hurried,
         )
 
     def _lock(self, once: bool) -> int | None:
@@ -226,27 +316,13 @@ class Agent:
             if lock is not None:
                 return lock
             if not said:
-                self._log.warning(
-                    "agent.standby",
-                    reason=f"another agent works on {self._volume.path} (it holds "
-                    f"{self._volume.lock})" + ("" if once else "; taking over when it ends"),
-                )
+                reason = f"another agent works on {self._volume.path} (it holds "
+                reason += f"{self._volume.lock})" + ("" if once else "; taking over when it ends")
+                self._log.warning("agent.standby", reason=reason)
+                self._health.started, self._health.unready = True, f"standing by: {reason}"
                 said = True
             if once or self._wait(self._settings.rescan_seconds):
                 return None
-
-    def _say_unchangeable(self) -> None:
-        """Say at start what would else show only when the first save is to be removed."""
-        for path in self._volume.unchangeable():
-            state = self._volume.fs.stat(path)
-            self._log.warning(
-                "volume.not_writable",
-                path=path,
-                uid=os.geteuid(),
-                owner_uid=state.uid if state else None,
-                mode=f"{state.mode & 0o7777:04o}" if state else None,
-                reason=f"names in it cannot be made or removed; {_SHARED}",
-            )
 
     def _clear_up(self) -> None:
         """Remove what an agent that was killed has left on the volume."""
@@ -260,17 +336,22 @@ class Agent:
         """Learn what the store really does, until it answers; None if it should exit instead."""
         tries = 0
         self._reporter.beat("starting", now=True, destination=self._settings.destination)
+        # This loop is patient and says what is wrong; calls within it are to fail soon.
+        clock = Impatient(self._clock, self._is_hurried, lambda: self._ending.over)
+        brief = RetryStore(self._store, clock, self._rng, policy=RetryPolicy(tries=3))
+        retrying = RetryStore(self._store, clock, self._rng, on_retry=self._say_retry)
+        self._health.other_signs = lambda: max(brief.went_well, retrying.went_well)
         while True:
-            # This loop is patient and says what is wrong; calls within it are to fail soon.
-            brief = RetryStore(self._store, self._clock, self._rng, policy=RetryPolicy(tries=3))
-            retrying = RetryStore(self._store, self._clock, self._rng, on_retry=self._say_retry)
             try:
                 findings = probe(brief, self._rng, node)
                 fitted = fit(retrying, findings, allow_weak=self._settings.allow_weak_store)
+            except PausedError:
+                return None
             except (StoreError, WeakStoreError) as error:
                 tries += 1
                 last = isinstance(error, WeakStoreError) or (once and tries >= ONCE_TRIES)
-                delay = min(60.0, 2.0**tries) * self._rng.uniform(0.5, 1.0)
+                longest = 1.0 if self._ending.hurried else 60.0
+                delay = min(longest, 2.0**tries) * self._rng.uniform(0.5, 1.0)
                 self._failures.error(
                     "probe",
                     "store.unavailable",
@@ -280,13 +361,18 @@ class Agent:
                     **({} if last else {"next_try_seconds": round(delay, 1)}),
                 )
                 self._reporter.error(str(error))
+                self._refused = last and not once
+                self._health.unready = f"{'refused' if last else 'starting'}: {error}"
+                self._telling.failing(str(error), tries)
+                self._telling.unreached(str(error), self._handed_over())
                 self._reporter.beat(
                     "refused" if last else "starting",
                     now=True,
                     destination=self._settings.destination,
                 )
-                if last or self._wait(delay):
+                if last or self._is_vain():
                     return None
+                self._wait(delay)
             else:
                 self._failures.clear("probe")
                 self._log.info("store.probed", findings=findings.describe())
@@ -294,99 +380,211 @@ class Agent:
                     self._log.warning("store.weak_proof", reason=findings.doubt())
                 return fitted
 
+    def _is_vain(self) -> bool:
+        """Whether to ask the store no more, which has not answered so far."""
+        self._look_around()
+        if self._ending.stopping:
+            return self._ending.over or not self._handed_over()
+        verdict, saves = self._verdict(), self._handed_over()
+        return bool(verdict) and (not saves or self._patience.is_over(len(saves)))
+
+    def _handed_over(self) -> list[str]:
+        """Names of what the trainer has handed over, as far as they can be seen."""
+        try:
+            return self._volume.manifests()
+        except OSError:
+            return []
+
+    def _unreached(self, once: bool) -> int:
+        """The end of an agent that has never reached the store; its exit code."""
+        saves = self._handed_over()
+        for name in saves:
+            self._log.error("save.left", file=name, reason="the store was never reached")
+        self._telling.ended()
+        self._log.info("agent.stopped", left=len(saves))
+        return 1 if once or saves or self._refused or self._said == "gone" else 0
+
     # ---- passes
 
     def _loop(self) -> int:
         syncer = self._need_syncer()
         self._state = "running"
         failed = 0
-        while not self._stopping.is_set():
-            passed = self._pass(newest_first=self._settings.order == "newest")
+        while True:
+            verdict = self._verdict()
+            passed = self._pass()
+            if self._may_end(verdict, passed=passed):
+                break
             failed = 0 if passed else failed + 1
-            due = syncer.next_due()
-            pause = self._settings.rescan_seconds
-            if failed:  # no save was even tried: leave the store, or the run that has it, in peace
-                pause = min(pause * 2 ** min(failed - 1, 10), max(pause, LONGEST_BACKOFF))
-            elif due is not None:
-                pause = min(pause, max(due - self._clock.monotonic(), 0.05))
-            self._wait(pause)
-        return self._drain()
+            self._wait(self._pause(syncer, failed))
+        if self._ending.stopping and passed and not syncer.unfinished():
+            self._rested = True  # all is decided: what is left of the time is for order
+            self._pass()
+        return self._end(gone=verdict == "gone")
 
-    def _pass(self, *, newest_first: bool) -> bool:
+    def _pause(self, syncer: Syncer, failed: int) -> float:
+        """Seconds until the next pass."""
+        due = syncer.next_due()
+        pause = self._settings.rescan_seconds
+        if self._is_hurried():
+            pause = min(pause, 1.0)
+        elif failed:  # no save was even tried: leave the store, or the run that has it, in peace
+            return min(pause * 2.0 ** min(failed - 1, 10), max(pause, LONGEST_BACKOFF))
+        if due is not None:
+            pause = min(pause, max(due - self._clock.monotonic(), 0.05))
+        return pause
+
+    def _pass(self) -> bool:
         """One pass; False if it failed as a whole."""
         syncer = self._need_syncer()
-        self._limits.look()
-        passed = False
+        self._look_around()
+        self._began_hurried = self._is_hurried()
+        passed, trouble = False, ""
         try:
-            syncer.sync(newest_first=newest_first, check=self._check)
+            syncer.sync(pick=self._pick, check=self._check)
             self._refused = False
             self._failures.clear("pass")
-            passed = True
+            self._failed_passes = 0
+            passed, trouble = True, syncer.trouble
         except PausedError:
-            passed = True
-        except OwnershipError as error:
-            self._refused = True
-            self._report(error)
+            passed, trouble = True, self._health.unready
         except (CkptError, OSError) as error:
+            self._refused = self._refused or isinstance(error, OwnershipError)
             self._report(error)
+            trouble = str(error)
+        self._health.unready = trouble
         syncer.beat("refused" if self._refused else self._state, now=True)
+        self._telling.refresh(syncer)
         return passed
 
     def _report(self, error: Exception) -> None:
         self._failures.error("pass", "pass.failed", error=str(error), kind=type(error).__name__)
         self._reporter.error(str(error))
+        self._failed_passes += 1
+        self._telling.failing(str(error), self._failed_passes)
+
+    def _pick(self, saves: list[Save]) -> Save:
+        """The one of some saves that goes first now."""
+        if self._ending.hurried:
+            left, current = self._ending.seconds_left(), self._need_syncer().current
+            return first_in_hurry(saves, self._rate, left, current)
+        choose = max if self._settings.order == "newest" else min
+        return choose(saves, key=lambda save: save.save_id)
 
     def _check(self) -> None:
-        """Called between parts and steps: heartbeat, limits, lease, and whether to stop."""
+        """Called between parts and steps: signs of life, limits, lease, and whether to stop."""
         syncer = self._need_syncer()
-        self._limits.look()
+        self._look_around()
         if self._journal is not None:
             self._journal.flush()
         syncer.beat(self._state)
+        self._telling.refresh(syncer)
         try:
             syncer.renew()
         except OwnershipError:
             raise
         except StoreError as error:
             self._failures.error("lease", "lease.not_renewed", error=str(error))
-        if self._stopping.is_set():
-            if self._deadline is None:
-                raise PausedError("told to stop: the newest save goes first now")
-            if self._clock.monotonic() >= self._deadline:
-                raise PausedError("the time for draining is over")
+        if self._ending.over:
+            raise PausedError(OVER)
+        if self._is_hurried():
+            self._make_way(syncer)
 
-    def _drain(self) -> int:
-        """After SIGTERM: newest first, until nothing more can be done or the time is over."""
-        syncer = self._need_syncer()
+    def _make_way(self, syncer: Syncer) -> None:
+        """Let what is under way go on only if nothing is to come before it.
+
+        Raises:
+            PausedError: something is.
+        """
+        if syncer.current is None:
+            if not self._began_hurried:
+                raise PausedError("saves come before what is cleared up")
+            return
+        now = self._clock.monotonic()
+        if now >= self._make_way_due:
+            self._make_way_due = now + MAKE_WAY_SECONDS
+            if syncer.must_make_way(self._pick):
+                raise PausedError("another save goes first now")
+
+    # ---- the end
+
+    def _look_around(self) -> None:
+        """Show life, and heed what others have set or asked for."""
+        self._health.beat()
+        self._limits.look()
+        self._rate.look()
+        noticed = self._ending.noticed
+        if self._ending.stopping:
+            self._say_draining()
+        elif noticed != self._noticed:
+            if noticed:
+                self._log.info(
+                    "agent.noticed",
+                    reason="the pod is going to end: the newest save goes first, and nothing is "
+                    "removed",
+                )
+            else:
+                self._log.warning(
+                    "agent.notice_expired",
+                    reason=f"no SIGTERM came within {NOTICE_SECONDS:.0f} s: going on as before",
+                )
+        self._noticed = noticed
+        if self._limits.hurry(self._ending.hurried):
+            self._rate.forget()
+
+    def _say_draining(self) -> None:
+        if self._state == "draining":
+            return
         self._state = "draining"
-        self._deadline = self._clock.monotonic() + self._settings.drain_seconds
-        self._log.info(
-            "agent.draining",
-            saves=len(syncer.unfinished()),
-            seconds=self._settings.drain_seconds,
-        )
-        while True:
-            self._pass(newest_first=True)
-            open_saves = [s for s in syncer.unfinished() if not s.waiting_for]
-            if not open_saves or self._refused or self._clock.monotonic() >= self._deadline:
-                break
-            self._clock.sleep(0.2)
-        return self._end()
+        saves = self._syncer.unfinished() if self._syncer is not None else []
+        self._log.info("agent.draining", saves=len(saves), seconds=self._settings.drain_seconds)
 
-    def _drain_once(self) -> int:
+    def _is_hurried(self) -> bool:
+        return self._ending.hurried and not self._rested
+
+    def _verdict(self) -> Verdict:
+        """Whether the trainer is over, for an agent that is to end with it."""
+        if not self._settings.exit_when_finished:
+            return ""
+        trainer = None
+        with contextlib.suppress(InputError, OSError):
+            trainer = self._volume.trainer_status()
+        verdict = self._trainer.look(trainer)
+        if verdict != self._said:
+            self._said = verdict
+            self._log.info("trainer.over" if verdict else "trainer.back", how=verdict)
+            self._patience.renew()
+        return verdict
+
+    def _may_end(self, verdict: Verdict, *, passed: bool) -> bool:
+        """Whether this is the end: all is decided, or there is no time, or nothing moves."""
+        unfinished = self._need_syncer().unfinished()
+        if self._ending.stopping:
+            if self._refused or self._ending.over:
+                return True
+            # A trainer that is told to end at the same time may save once more.
+            late = self._settings.exit_when_finished and self._trainer.lives
+            return not unfinished and not late
+        if not verdict:
+            return False
+        if passed and not unfinished:
+            return True
+        return self._patience.is_over(sum(save.bytes_left + 1 for save in unfinished))
+
+    def _once(self) -> int:
         """``--once``: until everything on the volume is decided, or waits for others."""
         syncer = self._need_syncer()
         self._state = "running"
         for _ in range(ONCE_TRIES):
-            self._pass(newest_first=self._settings.order == "newest")
+            self._pass()
             open_saves = [s for s in syncer.unfinished() if not s.waiting_for]
-            if self._stopping.is_set() or self._refused or not open_saves:
+            if self._ending.stopping or self._refused or not open_saves:
                 break
             due = syncer.next_due() or 0.0
             self._wait(max(0.0, due - self._clock.monotonic()))
         return self._end()
 
-    def _end(self) -> int:
+    def _end(self, *, gone: bool = False) -> int:
         syncer = self._need_syncer()
         left = [save for save in syncer.unfinished() if not save.waiting_for]
         for save in syncer.waiting():
@@ -408,17 +606,26 @@ class Agent:
         troubles = syncer.troubles()
         for sentence in troubles:
             self._log.error("save.not_stored", reason=sentence)
+        if gone:
+            self._log.error(
+                "trainer.gone",
+                reason=f"it was silent for {self._settings.trainer_gone_seconds:.0f} s and has not "
+                "said that it finished",
+            )
         syncer.beat("refused" if self._refused else "stopped", now=True)
+        self._telling.refresh(syncer)
+        self._telling.ended()
         self._log.info("agent.stopped", left=len(left))
-        return 1 if left or troubles or self._refused else 0
+        return 1 if left or troubles or gone or self._refused else 0
 
     # ---- small things
 
     def _wait(self, seconds: float) -> bool:
-        """Wait for the outbox, a signal, or the time; returns whether to stop."""
+        """Wait for the outbox, a signal, a notice, or the time; returns whether to stop."""
+        self._health.beat(seconds)
         self._wake.wait(seconds)
         self._wake.clear()
-        return self._stopping.is_set()
+        return self._ending.stopping
 
     def _need_syncer(self) -> Syncer:
         if self._syncer is None:
@@ -447,6 +654,7 @@ class Agent:
     def _say_retry(self, retry: Retry) -> None:
         """From any thread: a call to the store will be made again."""
         error = retry.error
+        self._health.beat(retry.wait)
         self._budget.heed(error)
         self._reporter.error(f"{error}; tried again")
         kind = type(error).__name__

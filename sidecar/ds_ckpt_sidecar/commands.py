@@ -5,12 +5,8 @@ Those that only read a store are in :mod:`ds_ckpt_sidecar.reading`, gc in ``coll
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
@@ -20,22 +16,16 @@ from typing import Annotated, TypeVar
 import typer
 
 from ds_ckpt_sidecar import __version__, collecting, doctoring, reading, render
-from ds_ckpt_sidecar.agent import Agent
 from ds_ckpt_sidecar.console import URLS, AsJson, Bandwidth, StallSeconds, app, errors, keep_apart
 from ds_ckpt_sidecar.limits import describe_rate
-from ds_ckpt_sidecar.observe.log import make_log
+from ds_ckpt_sidecar.running import explained, run_agent
 from ds_ckpt_sidecar.settings import LimitSettings, check, load
 from ds_ckpt_store.contract.clock import SystemClock
-from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.contract.manifest import SaveStatus, TransferLimits
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import InputError
-from ds_ckpt_store.stores import open_store
 
 __all__ = ["app", "collecting", "doctoring", "reading"]  # the others add commands to the first
-
-_M_ARENA_MAX = -8  # of malloc.h
-OVERTIME_SECONDS = 5.0
 
 StatusT = TypeVar("StatusT")
 
@@ -165,6 +155,26 @@ def agent(
     log_format: Annotated[
         LogFormat | None, typer.Option(help="Log lines as text or JSON (default: text).")
     ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(help="For probes and preStop, like :8484 (default: nowhere).", metavar="ADDR"),
+    ] = None,
+    exit_when_finished: Annotated[
+        bool | None,
+        typer.Option("--exit-when-finished", help="End once the trainer is over and all decided."),
+    ] = None,
+    trainer_gone_seconds: Annotated[
+        float | None,
+        typer.Option(help="Silence after which a trainer is over, for that (default: 300)."),
+    ] = None,
+    termination_log: Annotated[
+        str | None,
+        typer.Option(help="The termination message (default: Kubernetes' own, if it is there)."),
+    ] = None,
+    kubernetes: Annotated[
+        bool | None,
+        typer.Option("--kubernetes", help="Report by events and annotations of the own pod."),
+    ] = None,
 ) -> None:
     """Watch a volume and make every save on it durable.
 
@@ -173,70 +183,37 @@ def agent(
     Example: ds-ckpt agent --volume /ckpt --destination s3://bucket/run-7 --keep-last 5
     """
     with errors():
-        settings = load(
-            volume=volume,
-            destination=destination,
-            run_id=run_id,
-            keep_last=keep_last,
-            keep_local=keep_local,
-            retention_pause=retention_pause,
-            order=order.value if order else None,
-            streams=streams,
-            part_mib=part_mib,
-            memory_mib=memory_mib,
-            bandwidth=bandwidth,
-            stall_seconds=stall_seconds,
-            page_cache=page_cache.value if page_cache else None,
-            priority=priority.value if priority else None,
-            rescan_seconds=rescan_seconds,
-            drain_seconds=drain_seconds,
-            lease_stale_seconds=lease_stale_seconds,
-            abandon_seconds=abandon_seconds,
-            allow_weak_store=allow_weak_store,
-            journal=journal,
-            log_format=log_format.value if log_format else None,
-        )
-        keep_apart(settings.destination, settings.volume)
-        process = Agent(
-            settings,
-            store=open_store(settings.destination, stall_seconds=settings.stall_seconds),
-            volume=Volume(settings.volume, Filesystem()),
-            log=make_log(settings.log_format),
-        )
-        _share_memory()
-        _stop_on_signal(process, settings.drain_seconds)
-        raise typer.Exit(process.run(once=once))
-
-
-def _share_memory() -> None:
-    """Let threads share what they freed: glibc keeps a heap for each of many, which adds up."""
-    with contextlib.suppress(AttributeError, OSError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
-
-
-def _stop_on_signal(process: Agent, drain_seconds: float) -> None:
-    """Drain on SIGTERM and SIGINT, and end in time even if a request never comes back.
-
-    A store that accepts connections and then says nothing holds a thread in a read for minutes.
-    What was done is in the store and in the journal, so ending there costs a repetition.
-    """
-
-    def end() -> None:
-        typer.echo(
-            f"ds-ckpt: a request did not come back within {drain_seconds:.0f} s of draining and "
-            f"{OVERTIME_SECONDS:.0f} s more; ending. A later start continues",
-            err=True,
-        )
-        os._exit(1)
-
-    def stop(*_: object) -> None:
-        process.stop()
-        timer = threading.Timer(drain_seconds + OVERTIME_SECONDS, end)
-        timer.daemon = True
-        timer.start()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
+        with explained(termination_log):
+            settings = load(
+                volume=volume,
+                destination=destination,
+                run_id=run_id,
+                keep_last=keep_last,
+                keep_local=keep_local,
+                retention_pause=retention_pause,
+                order=order.value if order else None,
+                streams=streams,
+                part_mib=part_mib,
+                memory_mib=memory_mib,
+                bandwidth=bandwidth,
+                stall_seconds=stall_seconds,
+                page_cache=page_cache.value if page_cache else None,
+                priority=priority.value if priority else None,
+                rescan_seconds=rescan_seconds,
+                drain_seconds=drain_seconds,
+                lease_stale_seconds=lease_stale_seconds,
+                abandon_seconds=abandon_seconds,
+                allow_weak_store=allow_weak_store,
+                journal=journal,
+                log_format=log_format.value if log_format else None,
+                listen=listen,
+                exit_when_finished=exit_when_finished,
+                trainer_gone_seconds=trainer_gone_seconds,
+                termination_log=termination_log,
+                kubernetes=kubernetes,
+            )
+            keep_apart(settings.destination, settings.volume)
+        raise typer.Exit(run_agent(settings, once=once))
 
 
 @app.command()

@@ -214,6 +214,14 @@ class Journal:
         rows = self._rows("SELECT key, token FROM uploads WHERE save_id = ?", save_id)
         return [Upload(key, token) for key, token in rows]
 
+    def stored(self, save_id: str) -> tuple[int, list[str]]:
+        """What is known to be stored of a save: bytes in parts, and keys of whole objects."""
+        [(parts,)] = self._rows(
+            "SELECT COALESCE(SUM(size), 0) FROM parts WHERE save_id = ?", save_id
+        ) or [(0,)]
+        whole = self._rows("SELECT key FROM stored WHERE save_id = ?", save_id)
+        return parts, [row[0] for row in whole]
+
     def log(self, save_id: str) -> JournalLog:
         """The part of the journal that an upload of one save reads and writes."""
         return self._logs.setdefault(save_id, JournalLog(self, save_id))

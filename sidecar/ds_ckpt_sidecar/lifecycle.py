@@ -70,11 +70,17 @@ class Save:
     bytes_done: int = 0
     due: float = 0.0
     tries: int = 0
+    told: bool = False
 
     @property
     def save_id(self) -> str:
         """Its id."""
         return self.manifest.save_id
+
+    @property
+    def bytes_left(self) -> int:
+        """Bytes that are not known to be stored."""
+        return 0 if self.receipt_put else max(0, self.bytes_total - self.bytes_done)
 
     @functools.cached_property
     def bytes_total(self) -> int:
@@ -157,6 +163,14 @@ class Lifecycle:
             "bytes": save.bytes_total,
         }
 
+    def bytes_known(self, save: Save) -> int:
+        """Bytes of a save that the journal knows to be stored."""
+        parts, whole = self._journal.stored(save.save_id)
+        if not whole:
+            return parts
+        sizes = {shard.key: shard.size for shard in self._to_upload(save.manifest)}
+        return parts + sum(sizes.get(key, 0) for key in whole)
+
     # ---- to a decision
 
     def advance(self, save: Save, lease: Lease, check: Callable[[], None]) -> None:
@@ -198,7 +212,7 @@ class Lifecycle:
         if save.receipt_put and manifest.node in self._catalog.receipt_nodes(save.save_id):
             return
         started = self._clock.monotonic()
-        save.bytes_done = 0
+        save.bytes_done = self.bytes_known(save)
         self.enter(save, "uploading")
         proofs: set[str] = set()
 

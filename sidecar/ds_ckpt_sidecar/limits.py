@@ -52,7 +52,17 @@ class LimitsWatch:
         self._clock = clock
         self._due = 0.0
         self._seen: tuple[int, int, int, int] | None = None
+        self._found = TransferLimits()
+        self._hurried = False
         self._complaint = ""
+
+    def hurry(self, hurried: bool) -> bool:
+        """Use all that the file on the volume does not forbid, or go back; whether that is new."""
+        if hurried == self._hurried:
+            return False
+        self._hurried = hurried
+        self._apply(self._found)
+        return True
 
     def look(self) -> None:
         """Look at the file, at most once a second, and do what it says if it has changed."""
@@ -70,13 +80,17 @@ class LimitsWatch:
             self._complain(str(error))
             return
         self._seen, self._complaint = identity, ""
-        self._apply(found or TransferLimits())
+        self._found = found or TransferLimits()
+        self._apply(self._found)
 
     def _apply(self, limits: TransferLimits) -> None:
-        rate = self._bandwidth if limits.bandwidth is None else limits.bandwidth
+        usual = 0 if self._hurried else self._bandwidth
+        rate = usual if limits.bandwidth is None else limits.bandwidth
         wanted = limits.streams or self._streams
         self._budget.set_bandwidth(rate)
         streams = self._budget.set_streams(wanted)
+        if self._hurried:
+            self._budget.rush()
         short = {"reason": f"memory has room for {streams}"} if streams < wanted else {}
         self._log.info("limits.changed", bandwidth=describe_rate(rate), streams=streams, **short)
 

@@ -15,6 +15,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from ds_ckpt_sidecar.observe.address import split
 from ds_ckpt_store.contract.manifest import Bandwidth
 from ds_ckpt_store.errors import SettingsError
 from ds_ckpt_store.retention import DEFAULT_PAUSE
@@ -105,6 +106,28 @@ class AgentSettings(BaseSettings):
     ] = False
     journal: Annotated[str, Field(description="the agent's memory; default: on the volume")] = ""
     log_format: Literal["text", "json"] = "text"
+    listen: Annotated[
+        str, Field(description=":8484 or 127.0.0.1:8484, for probes and preStop; default: nowhere")
+    ] = ""
+    exit_when_finished: Annotated[
+        bool, Field(description="end by itself once the trainer is over and all is decided")
+    ] = False
+    trainer_gone_seconds: Annotated[
+        Seconds, Field(gt=0, description="silence after which a trainer is over, for that")
+    ] = 300.0
+    termination_log: Annotated[
+        str, Field(description="the termination message; default: /dev/termination-log if there")
+    ] = ""
+    kubernetes: Annotated[
+        bool, Field(description="report by events and annotations of the own pod")
+    ] = False
+
+    @field_validator("listen")
+    @classmethod
+    def _can_be_listened_on(cls, value: str) -> str:
+        if value:
+            split(value)
+        return value
 
     @field_validator("destination")
     @classmethod

@@ -6,6 +6,7 @@ reported, and the pass goes on with the next; only a lost lease or a request to 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 from collections.abc import Callable, Collection
@@ -34,6 +35,7 @@ from ds_ckpt_store.errors import (
 from ds_ckpt_store.retention import Retention
 
 LONGEST_BACKOFF = 60.0
+HURRIED_BACKOFF = 1.0
 TRAINER_SILENT_SECONDS = 60.0
 
 
@@ -54,6 +56,8 @@ class Syncer:
         failures: Growing,
         clock: Clock,
         rng: random.Random,
+        heard: Callable[[Save, str], None],
+        hurried: Callable[[], bool],
     ) -> None:
         self._settings = settings
         self._volume = volume
@@ -66,11 +70,13 @@ class Syncer:
         self._failures = failures
         self._clock = clock
         self._rng = rng
+        self._heard = heard
+        self._hurried = hurried
         self._outbox = Outbox(volume, node)
         self._local = LocalFiles(volume)
         self._saves: dict[str, Save] = {}
         self._bad: dict[str, str] = {}
-        self._lost: dict[str, str] = {}
+        self._lost: dict[str, Save] = {}
         self._leases: dict[str, Lease] = {}
         self._attempt = ""
         self._age: Callable[[], float] | None = None
@@ -80,6 +86,9 @@ class Syncer:
         self._swept = False
         self._released = False
         self._newest_committed = (0, "", "")
+        self._looked_up = False
+        self.current: Save | None = None
+        self.trouble = ""
 
     # ---- what a caller asks
 
@@ -94,6 +103,7 @@ class Syncer:
         except (CkptError, OSError) as error:
             self._failures.error("latest", "latest.unreadable", error=str(error))
             return
+        self._looked_up = True
         if newest is not None and self._settings.run_id in ("", newest.run_id):
             self._run_id = self._run_id or newest.run_id
             self._note_committed(newest.time_ms, newest.tag, newest.save_id)
@@ -108,9 +118,42 @@ class Syncer:
 
     def troubles(self) -> list[str]:
         """One sentence for each save that is not, and will not become, a checkpoint by itself."""
-        resting = [_sentence(save) for save in self._saves.values() if save.state in RESTING]
+        resting = [save for save in self._saves.values() if save.state in RESTING]
         bad = [f"{name}: {reason}" for name, reason in self._bad.items()]
-        return [*self._lost.values(), *resting, *bad]
+        return [*(_sentence(save) for save in (*self._lost.values(), *resting)), *bad]
+
+    def newest_committed(self) -> tuple[int, str, str] | None:
+        """Time in ms, tag and id of the newest checkpoint of the run; empty ones: there is none.
+
+        None if nobody could look yet.
+        """
+        return self._newest_committed if self._looked_up else None
+
+    def not_durable(self) -> list[str]:
+        """One line for each save of this volume that is no checkpoint, the newest first."""
+        saves = {**self._saves, **self._lost}
+        lines = [
+            f"{save.manifest.tag}: {save.state}, {_why(save)}"
+            for _, save in sorted(saves.items(), reverse=True)
+            if save.state not in ("committed", "cleaned")
+        ]
+        return [*lines, *(f"{name}: not taken, {reason}" for name, reason in self._bad.items())]
+
+    def must_make_way(self, pick: Callable[[list[Save]], Save]) -> bool:
+        """Whether another save than the one under way is to go first now.
+
+        Args:
+            pick: chooses one of those that can be tried; a save that has just been handed over is
+                among them.
+        """
+        current = self.current
+        if current is None:
+            return False
+        with contextlib.suppress(OSError):
+            self._discover()
+        now = self._clock.monotonic()
+        ready = [save for save in self.unfinished() if save is current or save.due <= now]
+        return current in ready and pick(ready) is not current
 
     def next_due(self) -> float | None:
         """When, on the monotonic clock, the earliest save wants to be tried again."""
@@ -136,11 +179,14 @@ class Syncer:
 
     # ---- one pass
 
-    def sync(self, *, newest_first: bool, check: Callable[[], None]) -> None:
+    def sync(self, *, pick: Callable[[list[Save]], Save], check: Callable[[], None]) -> None:
         """One pass.
 
+        In a hurry saves alone count: nothing is removed, neither here nor in the store, what
+        others have left is looked at last, and what failed is tried again soon.
+
         Args:
-            newest_first: order of the saves; oldest first otherwise.
+            pick: chooses the save that is tried next.
             check: called often; may raise PausedError.
 
         Raises:
@@ -153,13 +199,29 @@ class Syncer:
         if not self._own(trainer):
             self._reporter.error("")
             return
+        if not self._hurried():
+            self._sweep(check)
+        self.trouble = self._try_all(pick, check)
         self._sweep(check)
+        if not self._hurried():
+            self._tidy()
+            self._retain(trainer, check)
+        self._release(trainer)
+        self._reporter.error(self.trouble)
+
+    def _try_all(self, pick: Callable[[list[Save]], Save], check: Callable[[], None]) -> str:
+        """Try each save once, unless it is to rest; what the last one failed of."""
+        soon = self._clock.monotonic() + self._longest_backoff()
         troubled = ""
-        todo = sorted(self.unfinished(), key=lambda save: save.save_id, reverse=newest_first)
-        for save in todo:
+        todo = sorted(self.unfinished(), key=lambda save: save.save_id)
+        while todo:
+            save = pick(todo)
+            todo.remove(save)
+            save.due = min(save.due, soon)
             if save.due > self._clock.monotonic():
                 troubled = troubled or save.reason
                 continue
+            self.current = save
             try:
                 self._lifecycle.advance(save, self._lease_of(save), check)
             except (PausedError, OwnershipError):
@@ -169,11 +231,11 @@ class Syncer:
                 troubled = str(error)
             else:
                 self._advanced(save)
-                self._tidy()
-        self._tidy()
-        self._retain(trainer, check)
-        self._release(trainer)
-        self._reporter.error(troubled)
+                if not self._hurried():
+                    self._tidy()
+            finally:
+                self.current = None
+        return troubled
 
     def renew(self) -> None:
         """Renew the lease if it is due; called from ``check`` too, so also in a long upload.
@@ -203,7 +265,10 @@ class Syncer:
                 save = Save(entry.manifest, entry.name)
                 self._saves[save.save_id] = save
                 known = self._journal.entry(save.save_id)
-                if known is None:
+                if known is not None:
+                    save.told = known.state in ("committed", "cleaned")
+                    save.bytes_done = self._lifecycle.bytes_known(save)
+                else:
                     self._lifecycle.enter(save, "discovered")
                     self._log.info(
                         "save.discovered",
@@ -289,7 +354,7 @@ class Syncer:
             self._log.warning("run.changed", from_run=self._run_id, run_id=run_id)
             self._saves, self._leases = {}, {}
             self._attempt, self._released, self._swept = "", False, False
-            self._newest_committed = (0, "", "")
+            self._newest_committed, self._looked_up = (0, "", ""), False
             self._discover()
         self._run_id = run_id
 
@@ -372,6 +437,7 @@ class Syncer:
             except (DamagedError, UnknownSchemaError) as error:
                 self._log.error("save.undecided", save_id=intent.save_id, error=str(error))
         committed = self._catalog.committed()
+        self._looked_up = True
         if committed:
             if self._catalog.point(committed[-1]):
                 self._log.info("latest.moved", tag=committed[-1].tag, folder=committed[-1].folder)
@@ -385,12 +451,13 @@ class Syncer:
     def _advanced(self, save: Save) -> None:
         self._failures.clear(save.save_id)
         if save.state in ("superseded", "abandoned", "failed"):
-            self._lost[save.save_id] = _sentence(save)
+            self._lost[save.save_id] = save
         save.tries = save.tries + 1 if save.waiting_for else 0
         save.due = self._clock.monotonic() + (self._backoff(save.tries) if save.tries else 0.0)
         if save.state == "committed" and save.record is not None:
             self._note_committed(save.manifest.time_ms, save.manifest.tag, save.save_id)
             self._retain_due = 0.0
+        self._heard(save, "")
 
     def _note_committed(self, time_ms: int, tag: str, save_id: str) -> None:
         self._newest_committed = max(self._newest_committed, (time_ms, tag, save_id))
@@ -409,9 +476,14 @@ class Syncer:
             kind=type(error).__name__,
             next_try_seconds=round(delay, 1),
         )
+        self._heard(save, str(error))
+
+    def _longest_backoff(self) -> float:
+        return HURRIED_BACKOFF if self._hurried() else LONGEST_BACKOFF
 
     def _backoff(self, tries: int) -> float:
-        return min(LONGEST_BACKOFF, 2.0 ** min(tries - 1, 10)) * self._rng.uniform(0.5, 1.0)
+        bound = min(self._longest_backoff(), 2.0 ** min(tries - 1, 10))
+        return bound * self._rng.uniform(0.5, 1.0)
 
     # ---- clean and retain
 
@@ -539,6 +611,15 @@ class Syncer:
         )
         self._released = True
         self._log.info("lease.released", run_id=self._run_id, attempt=self._attempt)
+
+
+def _why(save: Save) -> str:
+    if save.reason:
+        return save.reason
+    if save.waiting_for:
+        return f"stored here, and not yet by nodes {', '.join(save.waiting_for)}"
+    total = save.bytes_total
+    return f"{(total - save.bytes_left) >> 20} of {-(-total >> 20)} MiB are stored"
 
 
 def _sentence(save: Save) -> str:

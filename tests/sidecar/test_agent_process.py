@@ -174,10 +174,13 @@ def test_at_start_it_says_which_paths_it_cannot_clean(trainer: Trainer, tmp_path
     url = for_everybody(tmp_path, trainer)
     os.chmod(trainer.volume.links, 0o755)
     with agent_process(tmp_path / "log", trainer.volume.path, url, program=as_nobody()) as agent:
-        said = agent.wait_for("volume.not_writable")
-        assert said["path"] == trainer.volume.links
-        assert (said["uid"], said["owner_uid"]) == (NOBODY, 0)
-        assert "same user" in said["reason"]
+        agent.wait_for("doctor.found")
+        until(lambda: trainer.volume.links in [line["what"] for line in agent.of("doctor.found")])
+        (said,) = [
+            line for line in agent.of("doctor.found") if line["what"] == trainer.volume.links
+        ]
+        assert f"uid {NOBODY}" in said["reason"]
+        assert said["remedy"]
 
 
 # ---- S3

@@ -87,7 +87,13 @@ class World:
         clock: Clock | None = None,
         **settings: Any,
     ) -> Agent:
-        chosen = {"rescan_seconds": 0.05, "streams": 4, "part_mib": 5, **settings}
+        chosen = {
+            "rescan_seconds": 0.05,
+            "streams": 4,
+            "part_mib": 5,
+            "drain_seconds": 2,
+            **settings,
+        }
         return Agent(
             AgentSettings(volume=os.fspath(volume), destination="memory://bucket/run", **chosen),
             store=store or self.store,

@@ -93,6 +93,7 @@ class Budget:
         self._bandwidth = Bandwidth(clock, bandwidth)
         self._stall_seconds = stall_seconds
         self._on_stall = on_stall
+        self._moved = 0
         self._moved_at = now
         self._stalled = False
         self._failing = False
@@ -113,6 +114,16 @@ class Budget:
     def bandwidth(self) -> int:
         """Bytes per second as they are set now; 0 for no bound."""
         return self._bandwidth.rate
+
+    @property
+    def moved(self) -> int:
+        """Bytes on their way so far, those included that were sent again."""
+        return self._moved
+
+    def rush(self) -> None:
+        """Make as many requests at a time as may be, at once."""
+        with self._lock:
+            self._climb.rush(self._clock.monotonic())
 
     def set_streams(self, streams: int) -> int:
         """Change the maximum; the one that holds now, since memory bounds it too."""
@@ -145,6 +156,7 @@ class Budget:
             if not self._failing:
                 self._moved_at = now
             if size > 0:
+                self._moved += size
                 self._climb.moved(size, now)
 
     def alive(self) -> None:

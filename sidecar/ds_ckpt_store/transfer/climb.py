@@ -68,6 +68,12 @@ class Climb:
         """There was less to do than might have been done: this measurement tells nothing."""
         self._idle = True
 
+    def rush(self, now: float) -> None:
+        """As many as may be, at once: there is no time to find out how many bring something."""
+        self._limit, self._before = self._most, None
+        self._recover_to, self._rest = 0, self._patience
+        self._begin(now)
+
     def throttled(self, now: float) -> None:
         """The store asked for less."""
         if self._throttled_at is not None and now - self._throttled_at < RECOVER_SECONDS:

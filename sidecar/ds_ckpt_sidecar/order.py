@@ -1,0 +1,86 @@
+"""Which save is uploaded next when there is little time, and which has to make room.
+
+A save that cannot be stored in the time that is left must not keep back one that can, however new
+it is. How long a save takes is guessed from the bytes that are left of it and from what the
+network has moved of late. A guess is no more than that, so what is under way goes on unless it is
+far from fitting, and what would take its place must fit well.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from ds_ckpt_sidecar.lifecycle import Save
+from ds_ckpt_store.contract.clock import Clock
+from ds_ckpt_store.transfer.budget import Budget
+
+COMMIT_SECONDS = 0.5  # receipt, commit and pointer
+_WINDOW = 10.0  # seconds that are looked back
+_LEAST = 1.0  # seconds before a measurement tells anything
+_PAUSE = 5.0  # a longer one between two looks is no part of an upload
+_KEPT, _TAKEN = 1.5, 0.9  # of the time left: what may go on, and what may take its place
+
+
+class Rate:
+    """Bytes per second of late, while something was under way.
+
+    Args:
+        budget: that counts them.
+        clock: time.
+    """
+
+    def __init__(self, budget: Budget, clock: Clock) -> None:
+        self._budget = budget
+        self._clock = clock
+        self._looks: deque[tuple[float, int]] = deque()
+        self._known: float | None = None
+
+    def look(self) -> None:
+        """Note what was moved; called again and again in an upload."""
+        now, moved = self._clock.monotonic(), self._budget.moved
+        if self._looks and now - self._looks[-1][0] > _PAUSE:
+            self._looks.clear()
+        self._looks.append((now, moved))
+        while now - self._looks[0][0] > _WINDOW:
+            self._looks.popleft()
+        (began, before) = self._looks[0]
+        if now - began >= _LEAST and moved > before:
+            self._known = (moved - before) / (now - began)
+
+    def forget(self) -> None:
+        """What may be used has changed: what was measured tells nothing."""
+        self._looks.clear()
+        self._known = None
+
+    def seconds(self, save: Save) -> float:
+        """In which a save would be stored; 0 as long as nothing was measured."""
+        if self._known is None:
+            return 0.0
+        return save.bytes_left / self._known + COMMIT_SECONDS
+
+
+def first_in_hurry(
+    saves: Sequence[Save], rate: Rate, seconds_left: float, current: Save | None = None
+) -> Save:
+    """The save that goes first: the newest that can be stored in time; else the nearest to that.
+
+    Those of which this node has stored all come last: whichever node has stored its part last
+    commits them.
+
+    Args:
+        saves: at least one.
+        rate: what is moved.
+        seconds_left: until all must be done.
+        current: the one that is under way.
+    """
+    own = [save for save in saves if not save.waiting_for] or list(saves)
+    newest_first = sorted(own, key=lambda save: save.save_id, reverse=True)
+
+    def bound(save: Save) -> float:
+        return seconds_left * (_KEPT if save is current else _TAKEN)
+
+    for save in newest_first:
+        if rate.seconds(save) <= bound(save):
+            return save
+    return min(newest_first, key=lambda save: rate.seconds(save) / bound(save))

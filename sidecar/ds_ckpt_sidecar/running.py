@@ -1,0 +1,167 @@
+"""The agent as a process: what it is made of, its signals, and how it ends.
+
+Only here are threads begun that are no part of an upload (the HTTP page, reports to the cluster,
+the look at the bucket's rules), so the agent itself can be simulated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import NoReturn, Protocol
+
+from ds_ckpt_sidecar import doctor
+from ds_ckpt_sidecar.agent import Agent
+from ds_ckpt_sidecar.observe.log import Log, make_log
+from ds_ckpt_sidecar.observe.termination import TerminationMessage, compose, default_path
+from ds_ckpt_sidecar.settings import AgentSettings
+from ds_ckpt_sidecar.telling import Reports
+from ds_ckpt_store.contract.filesystem import Filesystem
+from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import CkptError
+from ds_ckpt_store.stores import open_store
+
+OVERTIME_SECONDS = 5.0
+REPORT_SECONDS = 2.0
+_M_ARENA_MAX = -8  # of malloc.h
+
+
+class ClosableReports(Reports, Protocol):
+    """Reports that are sent by a thread."""
+
+    def close(self, timeout: float) -> None:
+        """Send what is left within so many seconds."""
+
+
+def run_agent(settings: AgentSettings, *, once: bool) -> int:
+    """Run an agent in this process until it ends; its exit code.
+
+    Raises:
+        CkptError, OSError: it cannot begin, or cannot go on.
+    """
+    log = make_log(settings.log_format)
+    volume = Volume(settings.volume, Filesystem())
+    with contextlib.ExitStack() as stack:
+        with explained(settings.termination_log):
+            reports = stack.enter_context(_reports(settings, log))
+            agent = Agent(
+                settings,
+                store=open_store(settings.destination, stall_seconds=settings.stall_seconds),
+                volume=volume,
+                log=log,
+                message=TerminationMessage(settings.termination_log or default_path(), log),
+                reports=reports,
+                examiner=Examiner(settings, volume, log),
+            )
+            _share_memory()
+            _stop_on_signal(agent, settings.drain_seconds, reports)
+            if settings.listen:
+                from ds_ckpt_sidecar.observe.page import Page
+
+                log.info("page.listening", address=Page(settings.listen, agent.answers()).address)
+        return agent.run(once=once)
+
+
+@contextlib.contextmanager
+def explained(termination_log: str | None) -> Iterator[None]:
+    """What keeps an agent from beginning stands in the container's termination message too."""
+    try:
+        yield
+    except (CkptError, OSError) as error:
+        path = termination_log or os.environ.get("DS_CKPT_TERMINATION_LOG") or default_path()
+        message = compose("unknown, the agent has not begun", [], f"what to do: {error}")
+        TerminationMessage(path, make_log("text")).write(message)
+        raise
+
+
+@contextlib.contextmanager
+def _reports(settings: AgentSettings, log: Log) -> Iterator[ClosableReports | None]:
+    if not settings.kubernetes:
+        yield None
+        return
+    from ds_ckpt_sidecar.observe.kubernetes import PodReporter
+
+    reports = PodReporter.in_cluster(log)
+    try:
+        yield reports
+    finally:
+        reports.close(REPORT_SECONDS)
+
+
+class Examiner:
+    """Asks the doctor at start, and logs what matters with its remedy."""
+
+    def __init__(self, settings: AgentSettings, volume: Volume, log: Log) -> None:
+        self._settings = settings
+        self._volume = volume
+        self._log = log
+
+    def volume(self) -> None:
+        """The volume, now: that takes milliseconds."""
+        self._say(doctor.check_volume(self._volume))
+
+    def store(self) -> None:
+        """The store, by a thread and a client of their own."""
+        threading.Thread(target=self._look_at_store, name="doctor", daemon=True).start()
+
+    def _look_at_store(self) -> None:
+        settings = self._settings
+        store = open_store(settings.destination, stall_seconds=settings.stall_seconds)
+        try:
+            self._say(doctor.check_store(store, run_id=settings.run_id))
+        finally:
+            store.close()
+
+    def _say(self, findings: list[doctor.Finding]) -> None:
+        for found in doctor.that_matter(findings):
+            self._log.warning(
+                "doctor.found",
+                severity=found.severity,
+                what=found.what,
+                reason=found.sentence,
+                remedy=found.remedy,
+            )
+
+
+def _share_memory() -> None:
+    """Let threads share what they freed: glibc keeps a heap for each of many, which adds up."""
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
+
+
+def _stop_on_signal(agent: Agent, drain_seconds: float, reports: ClosableReports | None) -> None:
+    """Drain on SIGTERM and SIGINT, and end in time even if a request never comes back.
+
+    A store that accepts connections and then says nothing holds a thread in a read for minutes.
+    What was done is in the store and in the journal, so ending there costs a repetition. SIGTERM
+    may come more than once, and is one; a person who types Ctrl-C again wants the end now.
+    """
+
+    def end(why: str) -> NoReturn:
+        print(f"ds-ckpt: {why}. A later start continues", file=sys.stderr, flush=True)
+        agent.cut_short()
+        if reports is not None:
+            reports.close(REPORT_SECONDS)
+        os._exit(1)
+
+    def stop(number: int, _: object) -> None:
+        if agent.stopping:
+            if number == signal.SIGINT:
+                end("interrupted again; ending in the middle of it")
+            return
+        agent.stop()
+        why = (
+            f"a request did not come back within {drain_seconds:.0f} s of draining and "
+            f"{OVERTIME_SECONDS:.0f} s more; ending"
+        )
+        timer = threading.Timer(drain_seconds + OVERTIME_SECONDS, end, [why])
+        timer.daemon = True
+        timer.start()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)

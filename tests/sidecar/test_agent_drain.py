@@ -1,0 +1,290 @@
+"""What an agent does with little time: SIGTERM, the notice of a preStop hook, a store that is away.
+
+The network moves 100 bytes a second, see :mod:`tests.sidecar.stage`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ds_ckpt_sidecar.ending import NOTICE_SECONDS
+from tests.sidecar.stage import Stage, staged
+
+DRAIN = 25.0
+PART_SECONDS = 2.0
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with staged(tmp_path) as found:
+        yield found
+
+
+# ---- what goes first
+
+
+def test_without_a_hurry_the_oldest_goes_first(stage: Stage) -> None:
+    for tag in ("a", "b", "c"):
+        stage.save(tag, 500)
+    stage.agent()
+    stage.play(60)
+    assert stage.order() == ["a", "b", "c"]
+
+
+def test_after_sigterm_the_newest_goes_first_and_nothing_is_sent_twice(stage: Stage) -> None:
+    for tag in ("a", "b", "c"):
+        stage.save(tag, 500)
+    player = stage.agent()
+    stage.at(2, player.agent.stop)  # in the middle of "a"
+    stage.play(60)
+    assert stage.order() == ["c", "b", "a"]
+    assert player.code == 0
+    assert player.ended_at < 2 + DRAIN
+    assert stage.sent == 3 * 500
+
+
+def test_a_save_that_is_handed_over_while_it_drains_goes_before_older_ones(stage: Stage) -> None:
+    stage.save("old", 1500)
+    player = stage.agent()
+    stage.at(2, player.agent.stop)
+    stage.at(5, lambda: stage.save("last words", 400))
+    stage.play(60)
+    assert stage.order() == ["last words", "old"]
+    assert (player.code, stage.sent) == (0, 1900)
+
+
+def test_a_new_save_that_does_not_fit_waits_until_the_older_one_that_does_is_stored(
+    stage: Stage,
+) -> None:
+    stage.save("small", 800)
+    stage.save("huge", 8000)
+    player = stage.agent(order="newest")
+    stage.at(10, player.agent.stop)  # "huge" is under way, and would take 70 s more
+    stage.play(60)
+    assert stage.order() == ["small"]
+    assert player.code == 1
+    assert 10 + DRAIN <= player.ended_at <= 10 + DRAIN + PART_SECONDS, "it goes on with the rest"
+    assert "not durable: huge: uploading" in stage.said()
+
+
+def test_of_two_that_do_not_fit_the_nearer_one_is_tried_all_the_same(stage: Stage) -> None:
+    """What is left of the grace is a guess, and a network may become faster."""
+    stage.save("large", 4000)
+    stage.save("larger", 9000)
+    player = stage.agent(order="newest")
+    stage.at(10, player.agent.stop)
+    stage.at(20, lambda: setattr(stage, "rate", 1000.0))
+    stage.play(60)
+    assert stage.order() == ["large", "larger"]
+    assert player.code == 0
+
+
+def test_what_did_not_fit_is_continued_by_the_next_start(stage: Stage) -> None:
+    stage.save("huge", 8000)
+    first = stage.agent()
+    stage.at(10, first.agent.stop)
+    stage.play(60)
+    assert first.code == 1
+    stage.agent()
+    stage.play(200)
+    assert stage.committed() == ["huge"]
+    assert stage.sent == 8000
+
+
+def test_while_it_drains_nothing_is_removed_before_all_is_stored(stage: Stage) -> None:
+    stage.save("a", 300)
+    stage.save("b", 1500)
+    player = stage.agent(keep_local=0)
+    stage.at(1, player.agent.stop)
+    stage.play(60)
+    events = [
+        event for _, event, _ in stage.log.lines if event in ("save.committed", "save.cleaned")
+    ]
+    assert events[:2] == ["save.committed"] * 2
+    assert player.code == 0
+
+
+# ---- how long
+
+
+def test_a_second_sigterm_makes_the_end_come_neither_sooner_nor_later(stage: Stage) -> None:
+    stage.save("huge", 8000)
+    player = stage.agent()
+    for at in (2, 3, 20):
+        stage.at(at, player.agent.stop)
+    stage.play(60)
+    assert 2 + DRAIN <= player.ended_at <= 2 + DRAIN + PART_SECONDS
+
+
+def test_with_all_stored_sigterm_ends_it_at_once(stage: Stage) -> None:
+    stage.save("a", 300)
+    player = stage.agent()
+    stage.at(100, player.agent.stop)
+    stage.play(200)
+    assert (player.code, stage.committed()) == (0, ["a"])
+    assert player.ended_at < 101
+
+
+def test_with_two_seconds_of_grace_it_ends_in_time_and_says_what_is_lost(stage: Stage) -> None:
+    stage.save("old", 300)
+    player = stage.agent(drain_seconds=2.0)
+    stage.at(10, lambda: stage.save("new", 1000))
+    stage.at(14, player.agent.stop)
+    stage.play(60)
+    assert 16 <= player.ended_at <= 16 + PART_SECONDS
+    assert player.code == 1
+    assert stage.said().startswith("durable: old (old@")
+    assert "not durable: new: uploading, 0 of 1 MiB are stored" in stage.said()
+
+
+# ---- the early notice
+
+
+def test_a_notice_turns_the_order_round_and_does_not_end_it(stage: Stage) -> None:
+    for tag in ("a", "b", "c"):
+        stage.save(tag, 500)
+    player = stage.agent()
+    stage.at(2, player.agent.notice)
+    stage.play(60)
+    assert stage.order() == ["c", "b", "a"]
+    assert player.code is None
+    assert len(stage.log.of("agent.noticed")) == 1
+    assert player.why("/readyz") == ""
+
+
+def test_while_a_notice_holds_nothing_is_removed_and_afterwards_it_is(stage: Stage) -> None:
+    stage.save("a", 300)
+    player = stage.agent(keep_local=0)
+    player.agent.notice()
+    stage.save("b", 300)
+    stage.play(NOTICE_SECONDS - 10)
+    assert stage.order() == ["b", "a"]
+    assert not stage.log.of("save.cleaned")
+    stage.play(NOTICE_SECONDS + 70)
+    assert stage.log.of("save.cleaned")
+
+
+def test_a_notice_without_a_signal_is_taken_back(stage: Stage) -> None:
+    player = stage.agent()
+    stage.at(1, player.agent.notice)
+    stage.play(NOTICE_SECONDS + 60)
+    assert len(stage.log.of("agent.notice_expired")) == 1
+    for tag in ("a", "b", "c"):
+        stage.save(tag, 500)
+    stage.play(NOTICE_SECONDS + 120)
+    assert stage.order() == ["a", "b", "c"], "as the settings say"
+    assert player.code is None
+
+
+def test_a_notice_frees_the_bandwidth_that_the_settings_bound_and_gives_it_back(
+    stage: Stage,
+) -> None:
+    player = stage.agent(bandwidth="64KiB")
+    stage.at(1, player.agent.notice)
+    stage.play(NOTICE_SECONDS + 60)
+    assert [line["bandwidth"] for line in stage.log.of("limits.changed")] == [
+        "no limit",
+        "0.0625 MiB/s",
+    ]
+
+
+def test_a_bandwidth_that_was_set_while_it_runs_holds_in_a_hurry_too(stage: Stage) -> None:
+    player = stage.agent()
+    stage.play(1)
+    limits = Path(stage.trainer.volume.limits)
+    limits.write_text('{"schema": 1, "bandwidth": 1048576}')
+    stage.at(50, player.agent.stop)
+    stage.play(100)
+    assert stage.log.of("limits.changed")[-1]["bandwidth"] == "1 MiB/s"
+
+
+def test_after_a_notice_the_time_is_planned_from_the_notice_on(stage: Stage) -> None:
+    """The trainer uses up most of the grace, and the signal comes when 2 s are left."""
+    stage.save("warm", 500)
+    player = stage.agent()
+    stage.at(1, player.agent.notice)
+
+    def last_saves() -> None:
+        stage.save("small", 300)
+        stage.save("large", 1500)
+
+    stage.at(20, last_saves)
+    stage.at(21, player.agent.stop)
+    stage.play(25)
+    assert stage.order() == ["warm", "small"], "with 25 s from the signal on, large would go first"
+
+
+# ---- a store that is away
+
+
+def test_sigterm_while_the_store_is_away_ends_in_time_and_says_what_is_not_durable(
+    stage: Stage,
+) -> None:
+    stage.save("a", 300)
+    player = stage.agent()
+    stage.play(20)
+    stage.away = True
+    stage.save("b", 300)
+    stage.play(60)
+    player.agent.stop()
+    stage.play(200)
+    assert 60 + DRAIN - 1 <= player.ended_at <= 60 + DRAIN + PART_SECONDS
+    assert player.code == 1
+    said = stage.said()
+    assert said.startswith("durable: a (a@")
+    assert "not durable: b: " in said
+    assert "the store is away" in said
+    (told,) = stage.reports.of("not durable")
+    assert told[0].startswith("b: ")
+
+
+def test_a_store_that_comes_back_while_it_drains_is_used_at_once(stage: Stage) -> None:
+    player = stage.agent()
+    stage.play(5)
+    stage.away = True
+    stage.save("a", 300)
+    stage.play(400)  # calls are repeated seldom by now
+    player.agent.stop()
+    stage.at(410, lambda: setattr(stage, "away", False))
+    stage.play(500)
+    assert stage.committed() == ["a"]
+    assert player.code == 0
+    assert player.ended_at < 417
+
+
+def test_a_store_that_was_never_reached_is_tried_until_the_time_is_over(stage: Stage) -> None:
+    stage.away = True
+    stage.save("a", 300)
+    player = stage.agent()
+    stage.at(30, player.agent.stop)
+    stage.play(200)
+    assert 30 + DRAIN - 2 <= player.ended_at <= 30 + DRAIN + PART_SECONDS
+    assert player.code == 1
+    assert stage.said().startswith("durable: unknown, the store has not been reached\n")
+    assert "discovered, " in stage.said()
+    assert len(stage.log.of("save.left")) == 1
+
+
+def test_a_store_that_was_never_reached_keeps_nothing_back_that_has_nothing_to_store(
+    stage: Stage,
+) -> None:
+    stage.away = True
+    player = stage.agent()
+    stage.at(30, player.agent.stop)
+    stage.play(200)
+    assert player.ended_at < 33
+    assert player.code == 0
+
+
+def test_a_store_that_is_first_reached_while_it_drains_gets_what_is_there(stage: Stage) -> None:
+    stage.away = True
+    stage.save("a", 300)
+    player = stage.agent()
+    stage.at(30, player.agent.stop)
+    stage.at(40, lambda: setattr(stage, "away", False))
+    stage.play(200)
+    assert (stage.committed(), player.code) == (["a"], 0)
+    assert player.ended_at < 47
