@@ -208,12 +208,12 @@ class ApiServer:
         """Put another one in the pod, as the kubelet does."""
         self._put("token", token.encode())
 
-    def new_authority(self) -> None:
+    def new_authority(self, *, strict: bool = True) -> None:
         """A certificate by another authority, and that one's in the pod."""
         self._authorities += 1
         folder = self._folder / f"authority{self._authorities}"
         folder.mkdir()
-        made = certificates.make(folder)
+        made = certificates.make(folder, strict=strict)
         self.context = made.context()
         self._put("ca.crt", made.authority.read_bytes())
 

@@ -29,32 +29,34 @@ class Certificates:
         return context
 
 
-def make(folder: Path) -> Certificates:
-    """Make both, valid for a day, for ``127.0.0.1`` and ``localhost``."""
+def make(folder: Path, *, strict: bool = True) -> Certificates:
+    """Make both, valid for a day, for ``127.0.0.1`` and ``localhost``.
+
+    Args:
+        folder: where.
+        strict: with all that RFC 5280 asks for; else as many clusters have them.
+    """
     files = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority = _name("authority of a test")
-    authority_certificate = (
-        _builder(authority, authority, authority_key.public_key())
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(signs_certificates=True), critical=True)
-        .add_extension(
-            x509.SubjectKeyIdentifier.from_public_key(authority_key.public_key()), critical=False
-        )
-        .sign(authority_key, hashes.SHA256())
+    issued = _builder(authority, authority, authority_key.public_key()).add_extension(
+        x509.BasicConstraints(ca=True, path_length=None), critical=True
     )
     key = ec.generate_private_key(ec.SECP256R1())
     names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
-    certificate = (
-        _builder(_name("server of a test"), authority, key.public_key())
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()),
-            critical=False,
-        )
-        .sign(authority_key, hashes.SHA256())
+    served = _builder(_name("server of a test"), authority, key.public_key()).add_extension(
+        x509.SubjectAlternativeName(names), critical=False
     )
+    if strict:
+        public = authority_key.public_key()
+        issued = issued.add_extension(_usage(signs_certificates=True), critical=True).add_extension(
+            x509.SubjectKeyIdentifier.from_public_key(public), critical=False
+        )
+        served = served.add_extension(
+            x509.BasicConstraints(ca=False, path_length=None), critical=True
+        ).add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), critical=False)
+    authority_certificate = issued.sign(authority_key, hashes.SHA256())
+    certificate = served.sign(authority_key, hashes.SHA256())
     pem = serialization.Encoding.PEM
     files.authority.write_bytes(authority_certificate.public_bytes(pem))
     files.certificate.write_bytes(certificate.public_bytes(pem))

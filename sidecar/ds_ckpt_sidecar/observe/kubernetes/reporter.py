@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ds_ckpt_sidecar.observe.kubernetes.api import ACCOUNT, Answer, Server, load, send, surroundings
+from ds_ckpt_sidecar.observe.kubernetes.api import ACCOUNT, Answer, Server, send, surroundings
 from ds_ckpt_sidecar.observe.kubernetes.events import Commit, Pod
 from ds_ckpt_sidecar.observe.kubernetes.pending import Pace, Pending, Report, Right
 from ds_ckpt_sidecar.observe.log import Log
@@ -106,7 +106,7 @@ class PodReporter:
 
         Raises:
             SettingsError: this is no pod, or it lacks what reports need.
-            MissingExtraError: the client is not installed.
+            MissingExtraError: urllib3 is not installed.
         """
         server, pod = surroundings(os.environ, ACCOUNT)
         log.info("kubernetes.reports", pod=pod.name, namespace=pod.namespace, server=server.url)
@@ -146,11 +146,6 @@ class PodReporter:
     # ---- by its thread
 
     def _work(self) -> None:
-        try:
-            load()
-        except ImportError as error:
-            self._log.warning("kubernetes.unsent", reason=f"the client cannot be used: {error}")
-            return
         while (report := self._next()) is not None:
             self._judge(report, self._send(report, self._patience.answer))
 
