@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import shlex
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
+from azure.storage.blob import RetentionPolicy
 
 from ds_ckpt_sidecar.doctor import check_store
 from ds_ckpt_sidecar.examine.rules import judge
+from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.rules import BucketRules, LifecycleRule, Unread
 from tests.servers import S3
+from tests.servers_azure import Azure
+from tests.servers_gcs import GCS
 from tests.sidecar.doctor.support import (
     matter,
     only,
@@ -178,3 +183,59 @@ def test_a_rule_of_a_real_bucket_that_deletes_checkpoints_is_an_error(seaweed: S
     error = only(check_store(seaweed.store(bucket)), "error")
     assert "tidy-up" in error.sentence
     assert "after 30 days" in error.sentence
+
+
+def tell_bucket(gcs: GCS, bucket: str, **metadata: Any) -> None:
+    asked = urllib.request.Request(
+        f"{gcs.endpoint}/storage/v1/b/{bucket}",
+        data=json.dumps(metadata).encode(),
+        headers={"Content-Type": "application/json"},
+        method="PATCH",
+    )
+    urllib.request.urlopen(asked, timeout=30).close()
+
+
+def test_a_bucket_of_cloud_storage_that_keeps_versions_is_told_both_rules(fake_gcs: GCS) -> None:
+    bucket = fake_gcs.bucket()
+    tell_bucket(fake_gcs, bucket, versioning={"enabled": True})
+    store = open_store(f"gs://{bucket}/run", {"DS_CKPT_GCS_ENDPOINT": fake_gcs.endpoint})
+    found = [each for each in check_store(store) if each.what == f"gs://{bucket}"]
+    assert [each.severity for each in found] == ["warning", "warning"]
+    assert "for ever" in found[1].sentence
+    echo, _, write = found[1].remedy.partition(" > rules.json && ")
+    document = json.loads(shlex.split(echo)[1])
+    assert [rule["action"]["type"] for rule in document["rule"]] == [
+        "AbortIncompleteMultipartUpload",
+        "Delete",
+    ]
+    assert {str(rule["condition"]["matchesPrefix"]) for rule in document["rule"]} == {"['run/']"}
+    assert write == f"gcloud storage buckets update gs://{bucket} --lifecycle-file=rules.json"
+
+
+def test_a_bucket_of_cloud_storage_that_holds_what_is_new_is_an_error(fake_gcs: GCS) -> None:
+    bucket = fake_gcs.bucket()
+    store = open_store(f"gs://{bucket}/run", {"DS_CKPT_GCS_ENDPOINT": fake_gcs.endpoint})
+    try:
+        tell_bucket(fake_gcs, bucket, defaultEventBasedHold=True)
+        error = only(check_store(store), "error")
+    finally:
+        tell_bucket(fake_gcs, bucket, defaultEventBasedHold=False)
+    assert error.what == f"gs://{bucket}"
+    assert "event-based hold" in error.sentence
+    assert "--no-default-event-based-hold" in error.remedy
+
+
+def test_an_account_of_azure_that_keeps_what_was_deleted_is_told(azurite: Azure) -> None:
+    service = azurite.service()
+    before = service.get_service_properties()["delete_retention_policy"]
+    service.set_service_properties(delete_retention_policy=RetentionPolicy(True, 9))
+    try:
+        found = check_store(open_store(f"az://{azurite.container()}/run", azurite.environ))
+    finally:
+        service.set_service_properties(delete_retention_policy=before)
+    warning = only(found, "warning")
+    assert "stays for 9 days more" in warning.sentence
+    assert warning.remedy == (
+        "az storage account blob-service-properties update --account-name "
+        f"{azurite.account} --resource-group GROUP --enable-delete-retention false"
+    )
