@@ -28,8 +28,10 @@ def handle(
         seconds: that it may take.
     """
     if "exec" in handler:
-        code = run.execute(handler["exec"]["command"], seconds)
-        return "" if code == 0 else f"exit code {code}" if code is not None else "timed out"
+        ran = run.execute(handler["exec"]["command"], seconds)
+        if ran is None:
+            return "timed out"
+        return f"exit code {ran.returncode}" if ran.returncode else ""
     if "sleep" in handler:
         time.sleep(min(float(handler["sleep"]["seconds"]), seconds))
         return ""

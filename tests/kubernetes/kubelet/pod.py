@@ -253,14 +253,16 @@ class Pod:
         self._note("killed", container=name)
         self._run_of(name).signal(signal.SIGKILL)
 
-    def execute(self, name: str, *command: str, seconds: float = 60) -> None:
-        """Run a command in a container.
+    def execute(self, name: str, *command: str, code: int = 0, seconds: float = 60) -> str:
+        """Run a command in a container; what it wrote to stdout.
 
         Raises:
-            AssertionError: it failed.
+            AssertionError: it took too long, or its exit code is another.
         """
-        code = self._run_of(name).execute(command, seconds)
-        assert code == 0, f"{command}: exit code {code}"
+        ran = self._run_of(name).execute(command, seconds)
+        assert ran is not None, f"{command}: took more than {seconds} s"
+        assert ran.returncode == code, f"{command}: {ran}"
+        return ran.stdout
 
     def _run_of(self, name: str) -> Run:
         run = self.containers[name].run

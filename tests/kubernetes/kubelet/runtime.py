@@ -167,10 +167,12 @@ class Run:
         """Wait until the runtime has put it away, after its end; its exit code."""
         return self._process.wait(START_SECONDS)
 
-    def execute(self, command: Sequence[str], seconds: float) -> int | None:
-        """Run a command in it; its exit code, or None if the time was not enough."""
+    def execute(
+        self, command: Sequence[str], seconds: float
+    ) -> subprocess.CompletedProcess[str] | None:
+        """Run a command in it; None if the time was not enough."""
         try:
-            return self._podman.run("exec", self.name, *command, timeout=seconds).returncode
+            return self._podman.run("exec", self.name, *command, timeout=seconds)
         except subprocess.TimeoutExpired:
             return None
 
