@@ -131,3 +131,27 @@ def test_a_notice_by_pre_stop_hurries_the_sidecar_while_the_trainer_has_its_grac
     assert scene.when(pod, "agent.noticed") < scene.when(pod, "save.committed") < sigterm.at
     assert scene.check() == ["step2", "last-words"]
     assert not scene.check_last_message(pod).not_durable
+
+
+def test_a_plain_container_that_is_told_to_end_first_waits_for_the_trainers_last_save(
+    scene: Scene,
+) -> None:
+    scene.install(
+        ["--on-term", "save", "--save-at", "2"],
+        sidecar={"native": False, "preStop": False},
+        pod={"terminationGracePeriodSeconds": 60},
+    )
+    pod = scene.pod()
+    scene.go(2)
+    scene.until_logged(pod, "save.committed", tag="step2")
+    pod.delete()
+    scene.until_logged(pod, "save.committed", tag="last-words")
+    scene.go(4)
+    scene.end()
+    pod.wait()
+    assert pod.containers[SIDECAR].last.exit_code == 0
+    assert scene.timeline.only("SIGTERM", container=SIDECAR).at < scene.when(
+        pod, "save.discovered", tag="last-words"
+    )
+    assert scene.check() == ["step2", "last-words"]
+    assert not scene.check_last_message(pod).not_durable
