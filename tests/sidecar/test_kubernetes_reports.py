@@ -220,6 +220,21 @@ def test_failures_that_all_differ_are_bounded_and_do_not_hold_up_the_end() -> No
     assert [one["reason"] for one in send_all(pending)] == [LEFT]
 
 
+def test_a_commit_that_is_being_told_is_not_counted_among_those_that_were_not() -> None:
+    pending, _ = paced()
+    pending.committed(Commit("a", "a.0", START_MS))
+    (told,) = (report for report in pending.waiting() if report.right == "events")
+    pending.begun(told)
+    pending.committed(Commit("b", "b.0", START_MS + 1))
+    pending.committed(Commit("c", "c.0", START_MS + 2))
+    pending.over(told)
+    notes = [one["note"] for one in send_all(pending) if "note" in one]
+    assert notes == [
+        "c is durable as c.0, saved 2023-11-14T22:13:20Z "
+        "(1 more became durable since the last report)"
+    ]
+
+
 def test_trying_again_costs_no_more_than_trying() -> None:
     pending, _ = paced(Pace(burst=2))
     pending.failing("a")
@@ -294,8 +309,7 @@ def test_a_missing_right_is_named_once_and_does_not_touch_the_other_one(
             "resources: [events], verbs: [create]; or leave DS_CKPT_KUBERNETES out"
         )
         cluster.rights = {"events"}
-        until(lambda: cluster.events)
-        assert "(2 more became durable since the last report)" in cluster.notes(COMMITTED)[0]
+        until(lambda: "c is durable" in " ".join(cluster.notes(COMMITTED)))
         reports.committed("d", "d.0", START_MS + 9)
         until(lambda: len(log.of("kubernetes.unsent")) == 2)
         assert "resources: [pods], verbs: [patch]" in log.of("kubernetes.unsent")[1]["remedy"]
@@ -405,9 +419,11 @@ def test_a_server_that_is_away_is_told_the_newest_when_it_comes(cluster: ApiServ
             reports.committed(f"step{number}", f"step{number}.x", START_MS + number)
         until(lambda: log.of("kubernetes.unsent"))
         cluster.back()
-        until(lambda: cluster.events and annotation(cluster) == "step199")
-        assert "(199 more became durable since the last report)" in cluster.notes(COMMITTED)[0]
-    assert len(cluster.events) == 1
+        until(lambda: annotation(cluster) == "step199" and "step199" in str(cluster.events))
+    *before, last = cluster.notes(COMMITTED)
+    assert last.startswith("step199 is durable as step199.x")
+    assert f"({199 - len(before)} more became durable since the last report)" in last
+    assert len(before) <= 1, "one that was under way when the next came"
 
 
 def test_an_answer_that_never_comes_holds_up_neither_agent_nor_end(cluster: ApiServer) -> None:

@@ -83,12 +83,15 @@ class Pending:
         self._exit: Report | None = None
         self._annotation: Report | None = None
         self._failing: list[Report] = []
+        self._begun: Report | None = None
         self._commit: Report | None = None
 
     # ---- heard
 
     def committed(self, commit: Commit) -> None:
         """A save is durable."""
+        if self._begun is None and self._commit is not None and self._commit.tries:
+            self._begun, self._commits = self._commit, 0  # it may be under way
         before = self._commits
         self._commits += 1
         self._commit = self._event(events.committed(commit, before))
@@ -128,7 +131,7 @@ class Pending:
 
     def waiting(self) -> list[Report]:
         """All that is not sent, the most important first."""
-        reports = [self._exit, self._annotation, *self._failing, self._commit]
+        reports = [self._exit, self._annotation, *self._failing, self._begun, self._commit]
         return [report for report in reports if report is not None]
 
     def due(self, report: Report) -> float:
@@ -159,6 +162,8 @@ class Pending:
             self._exit = None
         elif report is self._annotation:
             self._annotation = None
+        elif report is self._begun:
+            self._begun = None
         elif report is self._commit:
             self._commit, self._commits = None, 0
         elif report in self._failing:
