@@ -27,7 +27,7 @@ from ds_ckpt_sidecar.ending import (
     Verdict,
 )
 from ds_ckpt_sidecar.journal import Journal
-from ds_ckpt_sidecar.lifecycle import Lifecycle, Save
+from ds_ckpt_sidecar.lifecycle import DECIDED, Lifecycle, Save
 from ds_ckpt_sidecar.limits import LimitsWatch, describe_rate
 from ds_ckpt_sidecar.local import LocalFiles
 from ds_ckpt_sidecar.observe.health import Health
@@ -35,7 +35,7 @@ from ds_ckpt_sidecar.observe.log import Growing, Log
 from ds_ckpt_sidecar.observe.report import AgentState, Reporter
 from ds_ckpt_sidecar.observe.termination import TerminationMessage
 from ds_ckpt_sidecar.order import Rate, first_in_hurry
-from ds_ckpt_sidecar.outbox import watch
+from ds_ckpt_sidecar.outbox import Outbox, watch
 from ds_ckpt_sidecar.priority import stand_back
 from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_sidecar.syncer import LONGEST_BACKOFF, Syncer
@@ -249,13 +249,14 @@ class Agent:
             if self._examiner is not None:
                 self._examiner.volume()
             self._clear_up()
-            store = self._connect(once, node)
-            if store is None:
-                return self._unreached(once)
-            if self._examiner is not None and not once:
-                self._examiner.store()
             path = self._settings.journal or self._volume.journal
             journal = self._journal = self._open_journal(path, self._warn_journal, self._clock)
+            outbox = Outbox(self._volume, node)
+            store = self._connect(once, node, lambda: _undecided(outbox, journal))
+            if store is None:
+                return self._unreached(once, _undecided(outbox, journal))
+            if self._examiner is not None and not once:
+                self._examiner.store()
             self._syncer = self._build(store, journal, node)
             self._syncer.look_up_committed()
             self._syncer.beat("running", now=True)
@@ -332,9 +333,10 @@ class Agent:
         except OSError as error:
             self._log.error("volume.not_cleared_up", error=str(error))
 
-    def _connect(self, once: bool, node: str) -> Store | None:
+    def _connect(self, once: bool, node: str, undecided: Callable[[], list[str]]) -> Store | None:
         """Learn what the store really does, until it answers; None if it should exit instead."""
         tries = 0
+        self._telling.unreached("the store has not answered yet", undecided())
         self._reporter.beat("starting", now=True, destination=self._settings.destination)
         # This loop is patient and says what is wrong; calls within it are to fail soon.
         clock = Impatient(self._clock, self._is_hurried, lambda: self._ending.over)
@@ -364,13 +366,13 @@ class Agent:
                 self._refused = last and not once
                 self._health.unready = f"{'refused' if last else 'starting'}: {error}"
                 self._telling.failing(str(error), tries)
-                self._telling.unreached(str(error), self._handed_over())
+                self._telling.unreached(str(error), undecided())
                 self._reporter.beat(
                     "refused" if last else "starting",
                     now=True,
                     destination=self._settings.destination,
                 )
-                if last or self._is_vain():
+                if last or self._is_vain(undecided()):
                     return None
                 self._wait(delay)
             else:
@@ -380,26 +382,18 @@ class Agent:
                     self._log.warning("store.weak_proof", reason=findings.doubt())
                 return fitted
 
-    def _is_vain(self) -> bool:
+    def _is_vain(self, saves: list[str]) -> bool:
         """Whether to ask the store no more, which has not answered so far."""
         self._look_around()
         if self._ending.stopping:
-            return self._ending.over or not self._handed_over()
-        verdict, saves = self._verdict(), self._handed_over()
+            return self._ending.over or not saves
+        verdict = self._verdict()
         return bool(verdict) and (not saves or self._patience.is_over(len(saves)))
 
-    def _handed_over(self) -> list[str]:
-        """Names of what the trainer has handed over, as far as they can be seen."""
-        try:
-            return self._volume.manifests()
-        except OSError:
-            return []
-
-    def _unreached(self, once: bool) -> int:
+    def _unreached(self, once: bool, saves: list[str]) -> int:
         """The end of an agent that has never reached the store; its exit code."""
-        saves = self._handed_over()
-        for name in saves:
-            self._log.error("save.left", file=name, reason="the store was never reached")
+        for tag in saves:
+            self._log.error("save.left", tag=tag, reason="the store was never reached")
         self._telling.ended()
         self._log.info("agent.stopped", left=len(saves))
         return 1 if once or saves or self._refused or self._said == "gone" else 0
@@ -666,3 +660,19 @@ class Agent:
             tries=retry.tries,
             next_try_seconds=round(retry.wait, 1),
         )
+
+
+def _undecided(outbox: Outbox, journal: Journal) -> list[str]:
+    """Tags of what the trainer has handed over and is not known to be decided, the newest first.
+
+    As far as it can be seen; what is no manifest goes by the name of its file.
+    """
+    found = []
+    with contextlib.suppress(OSError):
+        found = outbox.scan()
+    undecided = []
+    for each in reversed(found):
+        known = journal.entry(each.manifest.save_id) if each.manifest is not None else None
+        if known is None or known.state not in DECIDED:
+            undecided.append(each.manifest.tag if each.manifest is not None else each.name)
+    return undecided

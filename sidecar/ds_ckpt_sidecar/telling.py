@@ -78,10 +78,10 @@ class Telling:
         self.not_durable = tuple(syncer.not_durable())
         self._write()
 
-    def unreached(self, why: str, saves: Sequence[str]) -> None:
+    def unreached(self, why: str, tags: Sequence[str]) -> None:
         """The store could not be reached so far, and the volume holds these saves."""
         self._durable = "unknown, the store has not been reached"
-        self.not_durable = tuple(f"{save}: discovered, {why}" for save in saves)
+        self.not_durable = tuple(f"{tag}: discovered, {why}" for tag in tags)
         self._write()
 
     def ended(self, why: str = "") -> None:

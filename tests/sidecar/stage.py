@@ -20,7 +20,7 @@ from ds_ckpt_sidecar.agent import Agent
 from ds_ckpt_sidecar.observe.termination import TerminationMessage
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract import names
-from ds_ckpt_store.contract.manifest import TrainerStatus
+from ds_ckpt_store.contract.manifest import NodeManifest, TrainerStatus
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import TransientError
 from ds_ckpt_store.stores.forwarding import Forwarding
@@ -193,10 +193,10 @@ class Stage:
         process.start(main)
         return player
 
-    def save(self, tag: str, size: int, **options: Any) -> None:
+    def save(self, tag: str, size: int) -> NodeManifest:
         """The trainer hands a save over; the agent sees it at its next look."""
         with self._on_stage():
-            self.trainer.save(tag, {"x": size}, **options)
+            return self.trainer.save(tag, {"x": size})
 
     def beat(self, *, finished: bool = False) -> None:
         """The trainer shows that it lives, or says that it has finished."""

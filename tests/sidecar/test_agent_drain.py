@@ -264,8 +264,27 @@ def test_a_store_that_was_never_reached_is_tried_until_the_time_is_over(stage: S
     assert 30 + DRAIN - 2 <= player.ended_at <= 30 + DRAIN + PART_SECONDS
     assert player.code == 1
     assert stage.said().startswith("durable: unknown, the store has not been reached\n")
-    assert "discovered, " in stage.said()
-    assert len(stage.log.of("save.left")) == 1
+    assert "not durable: a: discovered, " in stage.said()
+    assert [line["tag"] for line in stage.log.of("save.left")] == ["a"]
+
+
+def test_what_an_earlier_start_made_durable_is_not_called_lost_while_the_store_is_away(
+    stage: Stage,
+) -> None:
+    stage.save("a", 300)
+    first = stage.agent()
+    stage.at(20, first.agent.stop)
+    stage.play(30)
+    stage.away = True
+    second = stage.agent()
+    manifest = stage.save("b", 300)
+    stage.play(40)
+    assert "not durable: b: " in stage.said()
+    assert "not durable: a: " not in stage.said()
+    Path(stage.trainer.volume.outbox, manifest.file_name).unlink()
+    second.agent.stop()
+    stage.play(42)
+    assert second.code == 0, "there is nothing to store"
 
 
 def test_a_store_that_was_never_reached_keeps_nothing_back_that_has_nothing_to_store(

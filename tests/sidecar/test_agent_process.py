@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import socket
 import stat
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,138 @@ def test_a_kill_costs_only_a_repetition(trainer: Trainer, tmp_path: Path) -> Non
     with agent_process(tmp_path / "log2", trainer.volume.path, url, "--once") as agent:
         assert agent.process.wait(60) == 0
     assert committed(url) == ["t"]
+
+
+# ---- in a pod
+
+
+def durable(text: str) -> str:
+    return text.partition("\n")[0]
+
+
+def page_of(agent: Process) -> Callable[[str], tuple[int, str]]:
+    address = agent.wait_for("page.listening")["address"]
+
+    def ask(path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(address, timeout=30)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
+
+    return ask
+
+
+def test_a_pods_life_probes_notice_drain_and_termination_message(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    url, message = (tmp_path / "store").as_uri(), tmp_path / "message"
+    options = ("--part-mib", "5", "--streams", "1", "--listen", "127.0.0.1:0")
+    options = (*options, "--termination-log", str(message))
+    with agent_process(tmp_path / "log", trainer.volume.path, url, *options, program=SLOW) as agent:
+        ask = page_of(agent)
+        agent.wait_for("store.probed")
+        until(lambda: ask("/readyz") == (200, "ok\n"))
+        assert ask("/startedz") == (200, "ok\n")
+        assert message.read_text() == (
+            "durable: nothing\nnothing to do: every save that was handed over is durable\n"
+        )
+        for tag in ("a", "b"):
+            trainer.save(tag, {"x": 11 * MIB})
+        agent.wait_for("save.uploading")
+        assert ask("/prestop") == (200, "ok\n")
+        agent.wait_for("agent.noticed")
+        assert agent.process.poll() is None
+        agent.process.send_signal(signal.SIGTERM)
+        agent.wait_for("agent.draining")
+        assert ask("/healthz") == (200, "ok\n"), "alive while it drains"
+        assert agent.process.wait(60) == 0
+        assert [line["tag"] for line in agent.of("save.committed")] == ["b", "a"]
+    assert durable(message.read_text()).startswith("durable: b (b@")
+    assert "not durable" not in message.read_text()
+
+
+def test_a_kill_leaves_the_truth_in_the_termination_message(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    url, message = (tmp_path / "store").as_uri(), tmp_path / "message"
+    trainer.save("a", {"x": 100})
+    options = ("--part-mib", "5", "--streams", "1", "--termination-log", str(message))
+    with agent_process(tmp_path / "log", trainer.volume.path, url, *options, program=SLOW) as agent:
+        agent.wait_for("save.committed")
+        trainer.save("b", {"x": 26 * MIB})
+        until(lambda: "not durable: b: uploading" in message.read_text())
+        agent.end(signal.SIGKILL)
+    first, second, advice = message.read_text().splitlines()
+    assert first.startswith("durable: a (a@")
+    assert second.startswith("not durable: b: uploading, ")
+    assert advice.startswith("what to do: start the agent on this volume again")
+
+
+def test_sigterm_twice_is_one_and_a_second_interrupt_ends_it(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    url, message = (tmp_path / "store").as_uri(), tmp_path / "message"
+    trainer.save("a", {"x": 26 * MIB})
+    options = ("--part-mib", "5", "--streams", "1", "--termination-log", str(message))
+    with agent_process(tmp_path / "log", trainer.volume.path, url, *options, program=SLOW) as agent:
+        agent.wait_for("save.uploading")
+        agent.process.send_signal(signal.SIGTERM)
+        agent.wait_for("agent.draining")
+        assert agent.end(signal.SIGTERM) == 0
+    assert committed(url) == ["a"]
+    trainer.save("b", {"x": 26 * MIB})
+    with agent_process(
+        tmp_path / "log2", trainer.volume.path, url, *options, program=SLOW
+    ) as agent:
+        agent.wait_for("save.uploading")
+        agent.process.send_signal(signal.SIGINT)
+        agent.wait_for("agent.draining")
+        assert agent.end(signal.SIGINT) == 1
+        assert "interrupted again" in agent.output()
+    assert "not durable: b: " in message.read_text()
+
+
+def test_a_plain_container_ends_with_the_training(trainer: Trainer, tmp_path: Path) -> None:
+    url = (tmp_path / "store").as_uri()
+    trainer.say(finished=True)  # of an attempt before
+    options = ("--exit-when-finished",)
+    with agent_process(tmp_path / "log", trainer.volume.path, url, *options) as agent:
+        agent.wait_for("store.probed")
+        trainer.say()
+        trainer.save("a", {"x": 100})
+        agent.wait_for("save.committed")
+        assert agent.process.poll() is None
+        trainer.say(finished=True)
+        assert agent.process.wait(60) == 0
+        assert agent.of("trainer.over")[0]["how"] == "finished"
+    assert committed(url) == ["a"]
+
+
+def test_a_wrong_setting_stands_in_the_termination_message(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    message = tmp_path / "message"
+    environ = {"DS_CKPT_TERMINATION_LOG": str(message), "DS_CKPT_STREAMS": "many"}
+    url = (tmp_path / "store").as_uri()
+    with agent_process(tmp_path / "log", trainer.volume.path, url, environ=environ) as agent:
+        assert agent.process.wait(60) == 2
+    first, advice = message.read_text().splitlines()
+    assert first == "durable: unknown, the agent has not begun"
+    assert advice.startswith("what to do: ")
+    assert "DS_CKPT_STREAMS" in advice
+
+
+def test_a_port_that_is_taken_stands_in_the_termination_message(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    message, url = tmp_path / "message", (tmp_path / "store").as_uri()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        options = ("--listen", listen, "--termination-log", str(message))
+        with agent_process(tmp_path / "log", trainer.volume.path, url, *options) as agent:
+            assert agent.process.wait(60) == 2
+    assert f"{listen}: Address already in use" in message.read_text()
 
 
 # ---- another user
@@ -286,6 +420,7 @@ def test_a_store_that_answers_nothing_does_not_keep_it_from_ending(
     trainer: Trainer, tmp_path: Path
 ) -> None:
     trainer.save("t", {"x": 100})
+    message = tmp_path / "message"
     with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts, and says nothing
         environ = {
             "DS_CKPT_S3_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
@@ -299,6 +434,8 @@ def test_a_store_that_answers_nothing_does_not_keep_it_from_ending(
             "s3://bucket/run",
             "--drain-seconds",
             "0.5",
+            "--termination-log",
+            str(message),
             environ=environ,
         ) as agent:
             agent.wait_for("agent.started")
@@ -307,3 +444,4 @@ def test_a_store_that_answers_nothing_does_not_keep_it_from_ending(
                 # One request alone would be waited for longer than this.
                 assert agent.end(signal.SIGTERM) == 1
             assert "A later start continues" in agent.output()
+    assert message.read_text().splitlines()[0] == "durable: unknown, the store has not been reached"

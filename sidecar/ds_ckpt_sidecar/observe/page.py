@@ -8,6 +8,7 @@ All of it runs in threads that the process does not wait for.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -116,9 +117,11 @@ class Page:
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 bound = socket.create_server((host, port), family=family, backlog=128)
         except OSError as error:
+            number = error.errno or 0  # below 0: of a name that is no address
+            plain = os.strerror(number) if number > 0 else error.strerror or error
             raise SettingsError(
-                f"--listen (or DS_CKPT_LISTEN) {listen}: {error.strerror or error}: choose another "
-                "port, or stop what listens there"
+                f"--listen (or DS_CKPT_LISTEN) {listen}: {plain}: choose another port, or stop "
+                "what listens there"
             ) from None
         name = bound.getsockname()
         self.address = f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"

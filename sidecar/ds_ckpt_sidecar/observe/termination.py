@@ -68,7 +68,8 @@ class TerminationMessage:
         if not self._path or message == self._written:
             return
         try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe must not hang
+            fd = os.open(self._path, flags, 0o644)
             try:
                 os.pwrite(fd, message, 0)  # first: killed in between, its beginning is right
                 os.ftruncate(fd, len(message))
