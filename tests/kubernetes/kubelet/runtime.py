@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ class Run:
 
     Args:
         podman: the command.
-        name: of podman's container; made anew for each run, as the kubelet does.
+        name: of it; podman knows it by that and a number, since others may run pods beside.
         arguments: of ``podman run``, the image and the command included.
         folder: for what the container writes to stdout and stderr, and for its number.
 
@@ -95,13 +96,13 @@ class Run:
     """
 
     def __init__(self, podman: Podman, name: str, arguments: Sequence[str], folder: Path) -> None:
-        self.name = name
+        self.name = f"{name}.{uuid.uuid4().hex[:8]}"
         self.log = folder / f"{name}.log"
         self._podman = podman
         pidfile = folder / f"{name}.pid"
         mine = [
             "--name",
-            name,
+            self.name,
             "--pidfile",
             str(pidfile),
             "--pull",

@@ -59,12 +59,11 @@ def test_an_empty_dir_without_a_group_is_open_to_all_and_one_in_memory_has_its_s
 
 
 def test_a_volume_in_memory_counts_against_the_memory_of_the_container(run: Runs) -> None:
-    fill = "head -c 64M /dev/zero > /m/file"
     pod = run(
         [
             shell(
                 "main",
-                f"{fill}; exit 0",
+                "exec head -c 64M /dev/zero > /m/file",
                 volumeMounts=[mount("m", "/m")],
                 resources={"limits": {"memory": "32Mi"}},
             )
@@ -72,7 +71,7 @@ def test_a_volume_in_memory_counts_against_the_memory_of_the_container(run: Runs
         volumes=[{"name": "m", "emptyDir": {"medium": "Memory"}}],
     )
     pod.wait()
-    assert pod.containers["main"].last.exit_code != 0 or "No space" in pod.output("main")
+    assert pod.containers["main"].last.exit_code in (1, 137)  # no space left, or killed
 
 
 def test_a_claim_keeps_what_is_on_it_and_gives_it_to_the_group(
