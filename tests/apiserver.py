@@ -15,7 +15,7 @@ import json
 import re
 import ssl
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -134,6 +134,7 @@ class ApiServer:
 
     Args:
         folder: for certificates and the service account's files.
+        addresses: under which clients reach it, beside loopback's.
 
     Attributes:
         account: the folder with ``token`` and ``ca.crt`` that a pod would see.
@@ -147,8 +148,9 @@ class ApiServer:
         ending: the namespace is being deleted.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, addresses: Sequence[str] = ()) -> None:
         self._folder = folder
+        self._addresses = addresses
         self.account = folder / "serviceaccount"
         self.tokens = {"first"}
         self.rights = {"events", "annotations"}
@@ -213,7 +215,7 @@ class ApiServer:
         self._authorities += 1
         folder = self._folder / f"authority{self._authorities}"
         folder.mkdir()
-        made = certificates.make(folder, strict=strict)
+        made = certificates.make(folder, strict=strict, addresses=self._addresses)
         self.context = made.context()
         self._put("ca.crt", made.authority.read_bytes())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +30,13 @@ class Certificates:
         return context
 
 
-def make(folder: Path, *, strict: bool = True) -> Certificates:
+def make(folder: Path, *, strict: bool = True, addresses: Sequence[str] = ()) -> Certificates:
     """Make both, valid for a day, for ``127.0.0.1`` and ``localhost``.
 
     Args:
         folder: where.
         strict: with all that RFC 5280 asks for; else as many clusters have them.
+        addresses: further ones of the server.
     """
     files = Certificates(folder / "ca.pem", folder / "server.pem", folder / "server.key")
     authority_key = ec.generate_private_key(ec.SECP256R1())
@@ -43,7 +45,9 @@ def make(folder: Path, *, strict: bool = True) -> Certificates:
         x509.BasicConstraints(ca=True, path_length=None), critical=True
     )
     key = ec.generate_private_key(ec.SECP256R1())
-    names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
+    own = ("127.0.0.1", *addresses)
+    names: list[x509.GeneralName] = [x509.IPAddress(ipaddress.ip_address(each)) for each in own]
+    names.append(x509.DNSName("localhost"))
     served = _builder(_name("server of a test"), authority, key.public_key()).add_extension(
         x509.SubjectAlternativeName(names), critical=False
     )

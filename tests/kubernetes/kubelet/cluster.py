@@ -32,6 +32,8 @@ class Cluster:
     Attributes:
         names: further host names that pods know, with their addresses.
         claims: the folder behind each PersistentVolumeClaim.
+        services: variables that tell every container of services, such as the API server's.
+        token: of every service account.
         timeline: of all its pods.
         network: of the node.
     """
@@ -49,6 +51,8 @@ class Cluster:
         self._namespace = namespace
         self.names: dict[str, str] = {}
         self.claims: dict[str, Path] = {}
+        self.services: dict[str, str] = {}
+        self.token = "a token of no cluster"
         self._backoff = backoff
         self._documents: dict[tuple[str, str], Document] = {}
         self._services: dict[str, Document] = {}
@@ -97,6 +101,8 @@ class Cluster:
             address=address,
             node_address=self.network.address,
             hosts=hosts,
+            services=self.services,
+            token=self.token,
             documents=self._documents,
             claims=self.claims,
             backoff=self._backoff,

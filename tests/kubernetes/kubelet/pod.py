@@ -111,6 +111,8 @@ class Place:
         address: in there.
         node_address: of the node.
         hosts: the file that answers for the cluster's DNS.
+        services: variables that tell every container of the cluster's services.
+        token: of its service account.
         documents: the Secrets and ConfigMaps of its namespace.
         claims: the folder behind each PersistentVolumeClaim.
         backoff: seconds before the second restart of a container; doubles with each.
@@ -123,6 +125,8 @@ class Place:
     address: str
     node_address: str
     hosts: Path
+    services: Mapping[str, str]
+    token: str
     documents: Documents
     claims: Mapping[str, Path]
     backoff: float
@@ -191,6 +195,7 @@ class Pod:
             documents=place.documents,
             claims=place.claims,
             field=self.field,
+            token=place.token,
             memory=self._memory(),
         )
         self._note("created", place.address)
@@ -225,6 +230,8 @@ class Pod:
     def wait(self, seconds: float = 60) -> Phase:
         """Wait until all its containers have ended for good; its phase."""
         self.until(self.gone.is_set, seconds, "the end of the pod")
+        if self.error is not None:
+            raise self.error
         return self.phase
 
     def until(self, done: Callable[[], object], seconds: float = 60, what: str = "") -> None:
@@ -401,6 +408,7 @@ class Pod:
             container.spec,
             documents=self._place.documents,
             field=self.field,
+            services=self._place.services,
             extra=self.meta.environ,
         )
         path = container.spec.get("terminationMessagePath") or "/dev/termination-log"

@@ -52,6 +52,7 @@ class Volumes:
         documents: the Secrets and ConfigMaps of its namespace.
         claims: the folder behind each PersistentVolumeClaim.
         field: the value of a field of the pod, by its path.
+        token: of its service account.
         memory: bytes that the pod may use, the most of a volume in memory; None: no limit.
     """
 
@@ -63,11 +64,13 @@ class Volumes:
         documents: Documents,
         claims: Mapping[str, Path],
         field: Callable[[str], str],
+        token: str,
         memory: int | None,
     ) -> None:
         self._folder = folder
         self._documents = documents
         self._field = field
+        self._token = token
         self._memory = memory
         self._fs_group: int | None = (pod.get("securityContext") or {}).get("fsGroup")
         self._mounted: list[Path] = []
@@ -106,8 +109,7 @@ class Volumes:
     def _files(self, source: Mapping[str, Any]) -> dict[str, tuple[bytes, int | None]]:
         """What one source of files holds: path to content and mode."""
         if "serviceAccountToken" in source:
-            token = source["serviceAccountToken"]
-            return {token["path"]: (b"a token of no cluster", 0o600)}
+            return {source["serviceAccountToken"]["path"]: (self._token.encode(), 0o600)}
         (kind,) = source
         given = source[kind]
         if kind == "downwardAPI":
@@ -178,6 +180,7 @@ def environment(
     *,
     documents: Documents,
     field: Callable[[str], str],
+    services: Mapping[str, str],
     extra: Mapping[str, str],
 ) -> dict[str, str]:
     """The variables of a container.
@@ -186,12 +189,13 @@ def environment(
         container: its spec.
         documents: the Secrets and ConfigMaps of its namespace.
         field: the value of a field of the pod, by its path.
+        services: what tells of the cluster's services.
         extra: what a controller adds.
 
     Raises:
         ConfigError: a Secret, a ConfigMap or a key of one is not there.
     """
-    found: dict[str, str] = {}
+    found = dict(services)
     for source in container.get("envFrom", []):
         ((kind, given),) = ((k, v) for k, v in source.items() if k != "prefix")
         kinds = {"secretRef": "Secret", "configMapRef": "ConfigMap"}

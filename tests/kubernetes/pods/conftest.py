@@ -12,7 +12,7 @@ from tests import servers
 from tests.kubernetes.kubelet.cluster import Cluster
 from tests.kubernetes.kubelet.runtime import Podman
 from tests.kubernetes.pods.link import Link
-from tests.kubernetes.pods.scene import Parts, Scene, lent
+from tests.kubernetes.pods.scene import NAMESPACE, Parts, Scene, lent
 from tests.kubernetes.tools import machine
 
 TIMELINES = machine.TOOLS / "timelines"
@@ -32,7 +32,7 @@ def scene(
     target = urlsplit(seaweed.endpoint)
     address = str(target.hostname), int(target.port or 0)
     with (
-        Cluster(runtime, tmp_path / "cluster") as cluster,
+        Cluster(runtime, tmp_path / "cluster", namespace=NAMESPACE) as cluster,
         Link(cluster.network.address, address) as link,
     ):
         scene = Scene(cluster, link, seaweed, parts, tmp_path)

@@ -25,6 +25,7 @@ CHART = machine.ROOT / "helm" / "ds-ckpt-sidecar"
 SIDECAR, RESTORE, TRAINER = "ds-ckpt-sidecar", "ds-ckpt-restore", "trainer"
 STORE = "store.test"
 SECRET = "keys"
+NAMESPACE = "training"
 MIB = 1 << 20
 UNTOLD = {"event", "timestamp", "time", "level", "save_id", "node", "rank", "shards"}
 
@@ -115,6 +116,7 @@ class Scene:
         file = self._folder / "values.json"
         file.write_text(json.dumps(merged(self._common(launcher, arguments), values)))
         command = [machine.tool("helm4"), "template", "train", CHART, "--values", file]
+        command += ["--namespace", NAMESPACE]
         ran = subprocess.run([*map(str, command)], capture_output=True, text=True)
         assert ran.returncode == 0, ran.stderr
         documents = [each for each in yaml.safe_load_all(ran.stdout) if each]
