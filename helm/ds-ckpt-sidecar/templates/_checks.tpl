@@ -256,13 +256,26 @@ says what to change, before a cluster sees it.
 {{- fail (printf "pod.extraInitContainers: %s is a container of the chart's. Give yours another name" .name) -}}
 {{- end -}}
 {{- end -}}
-{{- if ne .Values.workload.kind "none" -}}
 {{- range $where, $mounts := dict "sidecar.extraVolumeMounts" .Values.sidecar.extraVolumeMounts "trainer.volumeMounts" .Values.trainer.volumeMounts -}}
 {{- range $mounts -}}
 {{- if not (or (hasKey $volumes .name) (has .name (list "ds-ckpt" "ds-ckpt-credentials"))) -}}
 {{- fail (printf "%s: there is no volume %s. Add it to pod.extraVolumes" $where .name) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- if eq .Values.workload.kind "none" -}}
+{{- range $name, $value := pick $pod "labels" "annotations" "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "priorityClassName" "runtimeClassName" "schedulerName" "hostNetwork" "extraInitContainers" -}}
+{{- if $value -}}
+{{- fail (printf "pod.%s: with workload.kind=none the pod is your own chart's. Set it there" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- range $name, $value := pick .Values.trainer "image" "command" "args" "workingDir" "env" "envFrom" "ports" "resources" "securityContext" "volumeMounts" -}}
+{{- if $value -}}
+{{- fail (printf "trainer.%s: with workload.kind=none the container is your own chart's. Set it there" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if .Values.networkPolicy.enabled -}}
+{{- fail "networkPolicy.enabled: with workload.kind=none this chart does not know your pods' labels. Write the policy in your own chart" -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -317,7 +330,8 @@ says what to change, before a cluster sees it.
 {{/* The last of two variables of one name would win in silence, or the API refuse it. */}}
 {{- define "ds-ckpt-sidecar.checkNames" -}}
 {{- $agents := dict "DS_CKPT_VOLUME" "volume.mountPath" "DS_CKPT_DESTINATION" "destination" "DS_CKPT_RUN_ID" "runId" "DS_CKPT_LISTEN" "sidecar.port" "DS_CKPT_DRAIN_SECONDS" "sidecar.drainSeconds" "DS_CKPT_LOG_FORMAT" "json, always" "DS_CKPT_EXIT_WHEN_FINISHED" "sidecar.native" "DS_CKPT_TRAINER_GONE_SECONDS" "sidecar.trainerGoneSeconds" "DS_CKPT_KUBERNETES" "kubernetesReports.enabled" "DS_CKPT_JOURNAL" "the volume, always" "DS_CKPT_ONCE" "never" -}}
-{{- range keys .Values.agent -}}
+{{- /* Not keys of .Values.agent: helm 4 leaves out those that are null. */ -}}
+{{- range list "keepLast" "keepLocal" "retentionPause" "order" "streams" "partMib" "memoryMib" "bandwidth" "stallSeconds" "pageCache" "priority" "rescanSeconds" "leaseStaleSeconds" "abandonSeconds" "allowWeakStore" -}}
 {{- $_ := set $agents (printf "DS_CKPT_%s" (snakecase . | upper)) (printf "agent.%s" .) -}}
 {{- end -}}
 {{- range list "POD_NAME" "POD_NAMESPACE" "POD_UID" "NODE_NAME" "NODE_RANK" -}}

@@ -99,6 +99,9 @@ Single lists, for a pod that has such lists already:
               fieldRef:
                 fieldPath: metadata.namespace
 {{- end }}
+{{- with $values.pod.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{- define "ds-ckpt-sidecar.trainerEnv" -}}

@@ -185,9 +185,6 @@ spec:
     {{- end }}
   volumes:
     {{- include "ds-ckpt-sidecar.volumes" $own | nindent 4 }}
-    {{- with $pod.extraVolumes }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
 {{- end -}}
 
 {{/* Metadata of the workload itself. */}}
