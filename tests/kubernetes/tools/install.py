@@ -171,6 +171,17 @@ runroot = "{TOOLS}/run/storage"
     replace(TOOLS / "pip.conf", "\n".join(["[global]", *lines, ""]))
 
 
+def since_boot() -> None:
+    """Forget what ran before this machine was started: podman expects its state to be gone then."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+    state = TOOLS / "run"
+    stamp = state / "boot_id"
+    if stamp.exists() and stamp.read_text() != boot:
+        shutil.rmtree(state)
+    state.mkdir(exist_ok=True)
+    replace(stamp, boot)
+
+
 def replace(path: Path, text: str) -> None:
     """Write a file if it says something else."""
     if not path.exists() or path.read_text() != text:
@@ -224,11 +235,12 @@ def mirror() -> list[str]:
 def images() -> None:
     """The sidecar's image, and one for trainers."""
     with step("images"):
+        podman("image", "prune", "--force", "--filter=until=24h")
         build_sidecar()
         build_trainer()
 
 
-STEPS = (programs, clients, system, settings, base)
+STEPS = (programs, clients, system, settings, since_boot, base)
 
 
 def main(wanted: list[str]) -> None:
