@@ -407,7 +407,7 @@ class Agent:
         while True:
             verdict = self._verdict()
             passed = self._pass()
-            if self._may_end(verdict, passed=passed):
+            if self._verdict() == verdict and self._may_end(verdict, passed=passed):
                 break
             failed = 0 if passed else failed + 1
             self._wait(self._pause(syncer, failed))

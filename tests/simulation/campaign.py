@@ -35,6 +35,7 @@ MUST_HAPPEN = {
         "kill trainers",
         "replace pods",
         "stop agent",
+        "notice agent",
         "suspend",
     ),
     "zombies": (

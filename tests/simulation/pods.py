@@ -46,6 +46,7 @@ class AgentOptions:
     retention_pause: float
     abandon_seconds: float
     order: str
+    exit_when_finished: bool = False
 
     @functools.cached_property
     def _common(self) -> AgentSettings:
@@ -62,6 +63,8 @@ class AgentOptions:
             lease_stale_seconds=STALE_SECONDS,
             abandon_seconds=self.abandon_seconds,
             page_cache="keep",
+            exit_when_finished=self.exit_when_finished,
+            trainer_gone_seconds=GONE_SECONDS,
         )
 
     def settings(self, volume: str) -> AgentSettings:
@@ -69,6 +72,7 @@ class AgentOptions:
 
 
 STALE_SECONDS = 150.0
+GONE_SECONDS = 100.0
 
 
 class Lines:
@@ -86,6 +90,8 @@ class Lines:
         "restored.cleaned": "restored checkpoints cleaned from a volume",
         "agent.standby": "agents that stood by",
         "agent.draining": "agents told to drain",
+        "agent.noticed": "agents told that their pod will end",
+        "trainer.over": "agents that saw their trainer's end",
         "journal.degraded": "journals lost",
         "volume.cleared_up": "volumes cleared up",
     }

@@ -49,9 +49,22 @@ class Pod:
 
     @property
     def busy(self) -> bool:
-        """Whether its agent has something to do that it can do."""
+        """Whether its agent has something to do that it can do.
+
+        One that has ended with the training may leave saves of which it has stored its part: the
+        node that stores its own last commits them.
+        """
+        if self.is_done:
+            return False
         syncer = self.program._syncer if self.program is not None else None
         return syncer is None or bool(syncer.unfinished())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its agent has ended by itself, and said that all is done."""
+        if self.agent is None or self.program is None or self.program.stopping:
+            return False
+        return self.agent.ended and self.agent.result == 0
 
 
 @dataclass(frozen=True)
@@ -144,6 +157,8 @@ class Job:
                 continue
             if pod.leaving:
                 self._remove(pod)
+            elif pod.is_done and self.attempt is None:
+                continue  # a container that has succeeded is not started again
             elif not self.suspended and (pod.restoring is None or not pod.restoring.alive):
                 self.start_agent(pod)
         if self.suspended or self.finished:
@@ -273,10 +288,18 @@ class Job:
             if stay <= 0:
                 self._remove(old)
                 continue
-            if drain and old.program is not None and old.agent is not None and old.agent.alive:
-                old.program.stop()
+            if drain:
+                self._end_with_notice(old)
             self.world.kernel.at(self.world.kernel.now + stay, lambda pod=old: self._remove(pod))
         return new
+
+    def _end_with_notice(self, pod: Pod) -> None:
+        """What its agent is told: at once that the pod will end, and a moment later to end."""
+        program, process, kernel = pod.program, pod.agent, self.world.kernel
+        if program is None or process is None or not process.alive:
+            return
+        program.notice()
+        kernel.at(kernel.now + 2.0, lambda: program.stop() if process.alive else None)
 
     def _remove(self, pod: Pod) -> None:
         if pod.gone:
@@ -331,6 +354,7 @@ class World:
             retention_pause=rng.choice((5.0, 20.0, 60.0)),
             abandon_seconds=rng.choice((20.0, 60.0)),
             order=rng.choice(("oldest", "newest")),
+            exit_when_finished=chance.rng("containers").random() < 0.3,
         )
         self.options = options
         self.job = Job(self, "run", 5 if rng.random() < 0.1 else 4, options)
@@ -492,6 +516,7 @@ class Hand:
             "second agent": 1,
             "lose journal": 1,
             "stop agent": 1,
+            "notice agent": 1,
             "roll back": 1,
             "foreign run": 0.5,
             "suspend": 0.3,
@@ -634,6 +659,16 @@ class Hand:
         program = self._pod(a).program
         if program is not None:
             program.stop()
+
+    def _notice_agent(self, a: float, b: float) -> None:
+        """The notice of a preStop hook; SIGTERM comes later, or does not come at all."""
+        pod = self._pod(a)
+        program, process, kernel = pod.program, pod.agent, self._world.kernel
+        if program is None or process is None or not process.alive:
+            return
+        program.notice()
+        if b < 0.7:
+            kernel.at(kernel.now + b * 40, lambda: program.stop() if process.alive else None)
 
     def _foreign_run(self, a: float, b: float) -> None:
         """Another run is started with the same prefix."""
