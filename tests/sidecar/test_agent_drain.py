@@ -307,3 +307,36 @@ def test_a_store_that_is_first_reached_while_it_drains_gets_what_is_there(stage:
     stage.play(200)
     assert (stage.committed(), player.code) == (["a"], 0)
     assert player.ended_at < 47
+
+
+# ---- an eviction: SIGTERM, and SIGKILL sooner than the settings say
+
+SAVE_SECONDS = 60.0
+UPLOAD_SECONDS = 20.0
+
+
+@pytest.mark.parametrize("grace", [30.0, 15.0, 2.0])
+@pytest.mark.parametrize("age", [1.0, 8.0, 17.0, 21.0, 59.0])
+def test_an_eviction_loses_no_more_than_the_newest_save_and_says_which(
+    stage: Stage, grace: float, age: float
+) -> None:
+    """A save every minute, each of which takes 20 s, and a pod that dies ``age`` s after one.
+
+    The table in docs/operations.md is this, with other figures.
+    """
+    size = int(stage.rate * UPLOAD_SECONDS)
+    for number in range(3):
+        stage.at(number * SAVE_SECONDS, lambda n=number: stage.save(f"t{n}", size))
+    player = stage.agent(rescan_seconds=0.5)
+    stage.at(2 * SAVE_SECONDS + age, player.agent.stop)
+    stage.play(2 * SAVE_SECONDS + age + grace)
+    player.process.kill()
+    durable = age + grace >= UPLOAD_SECONDS + 2.0  # the agent looks, the network answers
+    surely_lost = age + grace < UPLOAD_SECONDS
+    assert durable or surely_lost
+    assert stage.committed() == (["t0", "t1", "t2"] if durable else ["t0", "t1"])
+    first, *rest = stage.said().splitlines()
+    assert first.startswith(f"durable: {'t2' if durable else 't1'} (")
+    assert [line.partition(", ")[0] for line in rest[:-1]] == (
+        [] if durable else ["not durable: t2: uploading"]
+    )
