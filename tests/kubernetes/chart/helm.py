@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,22 @@ class Helm:
         file.write_text(json.dumps(values))
         where = ["--namespace", "training", "--kube-version", version]
         return self("template", release, chart, *where, "--values", file, *arguments)
+
+    def notes(self, values: Mapping[str, Any]) -> str:
+        """What it tells whoever installs release ``train``.
+
+        Only ``helm install`` shows it, which asks a cluster. So the notes of a copy are rendered as
+        part of a document.
+        """
+        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
+            chart = Path(folder) / CHART.name
+            shutil.copytree(CHART, chart)
+            (chart / "templates" / "NOTES.txt").rename(chart / "notes.txt")
+            (chart / "templates" / "notes.yaml").write_text(
+                'kind: Notes\ntext: {{ tpl (.Files.Get "notes.txt") . | toJson }}\n'
+            )
+            text: str = only("Notes", documents(self.render(values, chart=chart)))["text"]
+            return text
 
 
 def documents(text: str) -> list[Document]:

@@ -220,4 +220,4 @@ def test_the_schemas_see_what_is_misspelt(
     wrong = judge(cases, ["1.37"])
     for number, (_, _, said) in enumerate(MISSPELT):
         found = [each for each in wrong if each.startswith(f"case {number}:")]
-        assert [said in each for each in found] == [True], (said, found)
+        assert any(said in each for each in found), (said, found)
