@@ -12,7 +12,7 @@ what else cannot. A change makes a new workload. Both helms, and later charts, h
 {{- define "ds-ckpt-sidecar.workloadName" -}}
 {{- $names := list "kind" "nodes" "masterPort" "podFailurePolicy" -}}
 {{- if not (has .Values.workload.kind (list "Job" "IndexedJob")) -}}
-{{- $names = concat $names (list "processesPerNode" "restartPolicy" "backoffLimit" "maxRestarts" "activeDeadlineSeconds") -}}
+{{- $names = concat $names (list "processesPerNode" "restartPolicy" "backoffLimit" "podReplacementPolicy" "maxRestarts" "activeDeadlineSeconds") -}}
 {{- end -}}
 {{- $fixed := list -}}
 {{- range $names -}}

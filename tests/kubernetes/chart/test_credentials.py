@@ -102,7 +102,7 @@ def test_nobody_gets_a_token_of_the_cluster_unless_asked_and_then_the_sidecar_al
 def test_the_role_has_the_least_that_reports_take(rendered: Rendered) -> None:
     found = rendered["no workload, reports"]
     assert only("Role", found)["rules"] == [
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "patch"]},
+        {"apiGroups": [""], "resources": ["pods"], "verbs": ["patch"]},
         {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create"]},
     ]
     asked = [name for name in rendered if "everything" in name]

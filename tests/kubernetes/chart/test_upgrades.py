@@ -86,11 +86,16 @@ def test_what_leaves_the_pods_alone_changes_the_workload_in_place(
 def test_limits_of_a_job_change_in_place_and_those_of_others_do_not(
     helms: dict[str, Helm],
 ) -> None:
-    limits = {"workload": {"backoffLimit": 3, "activeDeadlineSeconds": 60}}
+    limits = {
+        "backoffLimit": 3,
+        "activeDeadlineSeconds": 60,
+        "podReplacementPolicy": "TerminatingOrFailed",
+    }
     for name in KINDS:
         before = workload(helms["helm4"], kind(name), name)["metadata"]["name"]
-        after = workload(helms["helm4"], merged(kind(name), limits), name)["metadata"]["name"]
-        assert (before == after) == (WORKLOADS[name] == "Job"), name
+        for limit, value in limits.items():
+            after = workload(helms["helm4"], kind(name, **{limit: value}), name)["metadata"]["name"]
+            assert (before == after) == (WORKLOADS[name] == "Job"), (name, limit)
 
 
 def test_a_new_version_of_the_chart_with_the_same_image_leaves_what_trains_alone(
