@@ -77,13 +77,13 @@ Single lists, for a pod that has such lists already:
 - name: ds-ckpt-credentials
   secret:
     secretName: {{ . }}
-    defaultMode: 0440
+    defaultMode: {{ ternary "0444" "0440" (kindIs "invalid" $values.volume.fsGroup) }} # without a group only others can read it
 {{- end }}
 {{- if $values.kubernetesReports.enabled }}
 # What automounting would give to every container, for the sidecar alone.
 - name: ds-ckpt-token
   projected:
-    defaultMode: 0440
+    defaultMode: 0644
     sources:
       - serviceAccountToken:
           path: token

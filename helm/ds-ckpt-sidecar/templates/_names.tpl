@@ -4,13 +4,19 @@ Names, labels, and the small conversions that other templates need.
 Every template takes the chart's own context. Those in _library.tpl take a user's context as well.
 */}}
 
-{{/* At most 36 characters, so that a JobSet's longest pod name fits into 63; two long names stay two. */}}
+{{/*
+At most 36 characters, so that a JobSet's longest pod name fits into 63; two long names stay two. A
+letter comes first: a release may begin with a digit, and a Service may not.
+*/}}
 {{- define "ds-ckpt-sidecar.fullname" -}}
 {{- $name := .Values.fullnameOverride | default .Release.Name -}}
 {{- if and (eq .Values.workload.kind "none") (not .Values.fullnameOverride) -}}
 {{- $name = printf "%s-ds-ckpt" .Release.Name -}}
 {{- end -}}
 {{- $name = $name | replace "." "-" -}}
+{{- if regexMatch "^[0-9]" $name -}}
+{{- $name = printf "run-%s" $name -}}
+{{- end -}}
 {{- if gt (len $name) 36 -}}
 {{- $name = printf "%s-%s" ($name | trunc 27 | trimSuffix "-") (sha256sum $name | trunc 8) -}}
 {{- end -}}

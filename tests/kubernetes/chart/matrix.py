@@ -242,6 +242,14 @@ CASES: dict[str, Values] = {
         LEAST,
         {"volume": {"fsGroup": None}, "sidecar": {"runAsUser": None, "runAsGroup": None}},
     ),
+    "files without a group": merged(
+        LEAST,
+        {
+            "volume": {"fsGroup": None},
+            "credentials": {"files": {"secret": "files"}},
+            "kubernetesReports": {"enabled": True},
+        },
+    ),
     "sidecar as root": merged(LEAST, {"sidecar": {"runAsUser": 0, "runAsGroup": 0}}),
     "IRSA": merged(LEAST, {"identity": {"awsRoleArn": "arn:aws:iam::123456789012:role/a/b"}}),
     "IRSA in China": merged(

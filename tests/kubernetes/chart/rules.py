@@ -72,6 +72,8 @@ def names(found: Sequence[Document]) -> Iterator[str]:
         kind, name = document["kind"], document["metadata"]["name"]
         if not DNS_LABEL.fullmatch(name):
             yield f"{kind} {name!r} is no name"
+        if kind in ("Service", "JobSet", "PyTorchJob", "TrainJob") and not name[0].isalpha():
+            yield f"{kind} {name!r} does not begin with a letter"
         if not DNS_LABEL.fullmatch(name + POD_SUFFIX.get(kind, "")):
             yield f"{kind} {name!r} is too long: its pods' names would have more than 63 letters"
     for labels in _all(found, "labels"):
@@ -192,6 +194,16 @@ def variables(pod: Pod) -> Iterator[str]:
         for variable in VARIABLE.findall(" ".join(texts)):
             if variable not in {each["name"] for each in given}:
                 yield f"{name}: $({variable}) is not set"
+
+
+def readable(pod: Pod) -> Iterator[str]:
+    """Files that Kubernetes writes as root, and a container of ours cannot read."""
+    grouped = "fsGroup" in pod["spec"]["securityContext"]
+    for volume in pod["spec"].get("volumes", []):
+        source = volume.get("secret") or volume.get("projected") or {}
+        needed = 0o040 if grouped else 0o004
+        if not source.get("defaultMode", 0o644) & needed:
+            yield f"volume {volume['name']}: only root reads it"
 
 
 def mounts(pod: Pod) -> Iterator[str]:
@@ -320,6 +332,7 @@ POD_RULES: tuple[Callable[[Pod], Iterator[str]], ...] = (
     ports,
     resources,
     security,
+    readable,
     times,
 )
 

@@ -106,7 +106,7 @@ def test_the_role_has_the_least_that_reports_take(rendered: Rendered) -> None:
         {"apiGroups": ["events.k8s.io"], "resources": ["events"], "verbs": ["create"]},
     ]
     asked = [name for name in rendered if "everything" in name]
-    asked += ["no workload, reports", "existing service account"]
+    asked += ["no workload, reports", "existing service account", "files without a group"]
     made = [name for name, each in rendered.items() if "Role" in [one["kind"] for one in each]]
     assert sorted(made) == sorted(asked)
 

@@ -62,6 +62,10 @@ BROKEN: dict[str, Break] = {
     "not all nodes would run at a time": lambda f: only("Job", f)["spec"].update(parallelism=1),
     "two masters": lambda f: variable(f, "MASTER_ADDR").update(value="elsewhere"),
     "is no name": lambda f: only("Service", f)["metadata"].update(name="Other"),
+    "does not begin with a letter": lambda f: only("Service", f)["metadata"].update(name="7b"),
+    "volume ds-ckpt-credentials: only root reads it": lambda f: spec(f)["securityContext"].pop(
+        "fsGroup"
+    ),
     "more than 63 letters": lambda f: only("Job", f)["metadata"].update(name="j" * 60),
     "label a/b/c=d is none": lambda f: pods(f)[0]["metadata"]["labels"].update({"a/b/c": "d"}),
     "label a=-b is none": lambda f: pods(f)[0]["metadata"]["labels"].update({"a": "-b"}),

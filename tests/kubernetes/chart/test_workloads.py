@@ -157,8 +157,12 @@ def test_long_names_stay_apart_and_fit(helm: Helm) -> None:
     assert len(accounts) == 2
 
 
-def test_a_release_may_have_dots_in_its_name(helm: Helm) -> None:
-    assert faults(documents(helm.render(kind("IndexedJob", 2), release="run.7"))) == []
+@pytest.mark.parametrize("release", ["run.7", "7b", "7" * 53])
+def test_a_release_may_have_dots_in_its_name_or_begin_with_a_digit(
+    helm: Helm, release: str
+) -> None:
+    for name in KINDS:
+        assert faults(documents(helm.render(kind(name), release=release))) == []
 
 
 def test_nothing_is_in_the_cluster_but_what_was_asked_for(rendered: Rendered) -> None:
@@ -167,6 +171,7 @@ def test_nothing_is_in_the_cluster_but_what_was_asked_for(rendered: Rendered) ->
     assert kinds["Job, least"] == ["Job", "ServiceAccount"]
     assert kinds["IndexedJob, least"] == ["Job", "Service", "ServiceAccount"]
     assert kinds["the namespace's service account"] == ["Job"]
+    assert kinds["files without a group"] == ["Job", "Role", "RoleBinding", "ServiceAccount"]
     assert kinds["existing service account"] == ["Job", "Role", "RoleBinding"]
     assert kinds["TrainJob, everything"] == [
         "NetworkPolicy",
