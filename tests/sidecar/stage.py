@@ -56,9 +56,9 @@ class Network(Forwarding):
         self._process = process
 
     def _pass(self, operation: str, key: str, size: int = 0) -> None:
-        self._process.wait(CALL_SECONDS + size / self._stage.rate)
+        self._process.wait(self._stage.call_seconds + size / self._stage.rate)
         self._stage.sent += size
-        if self._stage.away:
+        if self._stage.away or (self._stage.takes_no_data and size):
             raise TransientError(operation, key, "the store is away")
 
     def put(self, key: str, source: Source, *, condition: Condition = None) -> ObjectInfo:
@@ -125,7 +125,9 @@ class Stage:
 
     Attributes:
         rate: bytes per second to the store.
+        call_seconds: that each call takes besides.
         away: the store does not answer.
+        takes_no_data: it refuses the bytes of checkpoints alone.
         sent: bytes of checkpoints on their way so far.
         now: seconds since the beginning.
     """
@@ -134,7 +136,9 @@ class Stage:
         self.kernel = Kernel(Chance("stage", frozenset()))
         Kernel.current = self.kernel
         self.rate = RATE
+        self.call_seconds = CALL_SECONDS
         self.away = False
+        self.takes_no_data = False
         self.sent = 0
         self.log = Lines()
         self.reports = Reports()

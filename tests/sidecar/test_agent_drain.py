@@ -88,7 +88,12 @@ def test_what_did_not_fit_is_continued_by_the_next_start(stage: Stage) -> None:
     stage.at(10, first.agent.stop)
     stage.play(60)
     assert first.code == 1
+    sent = stage.sent
     stage.agent()
+    stage.play(85)  # it tells how it stands every 20 s
+    status = stage.trainer.volume.sidecar_status()
+    assert status is not None
+    assert status.backlog_bytes <= 8000 - sent - 1500, "what was sent before counts"
     stage.play(200)
     assert stage.committed() == ["huge"]
     assert stage.sent == 8000
@@ -253,6 +258,25 @@ def test_a_store_that_comes_back_while_it_drains_is_used_at_once(stage: Stage) -
     assert stage.committed() == ["a"]
     assert player.code == 0
     assert player.ended_at < 417
+
+
+def test_a_save_that_has_failed_for_long_is_tried_at_once_when_a_drain_begins(
+    stage: Stage,
+) -> None:
+    stage.takes_no_data = True
+    stage.save("a", 100)
+    player = stage.agent()
+    stage.play(600)
+    delayed = stage.log.of("save.delayed")
+    while len(stage.log.of("save.delayed")) == len(delayed):
+        stage.play(stage.now + 1)
+    assert stage.log.of("save.delayed")[-1]["next_try_seconds"] > 25
+    told = stage.now
+    player.agent.stop()
+    stage.at(told + 12, lambda: setattr(stage, "takes_no_data", False))
+    stage.play(told + 100)
+    assert (stage.committed(), player.code) == (["a"], 0)
+    assert player.ended_at < told + 20
 
 
 def test_a_store_that_was_never_reached_is_tried_until_the_time_is_over(stage: Stage) -> None:

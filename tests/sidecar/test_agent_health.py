@@ -94,6 +94,20 @@ def test_in_a_long_upload_it_is_alive(stage: Stage) -> None:
         assert player.why("/healthz") == ""
 
 
+def test_a_store_that_takes_minutes_for_what_has_no_end_in_sight_is_no_hang(stage: Stage) -> None:
+    for number in range(8):
+        stage.save(f"t{number}", 10)
+    first = stage.agent()
+    stage.at(20, first.agent.stop)
+    stage.play(30)
+    stage.call_seconds = 100.0
+    stage.beat()
+    player = stage.agent()  # reads eight records, one after the other
+    for step in range(1, 60):
+        stage.play(30 + 50 * step)
+        assert player.why("/healthz") == ""
+
+
 def test_one_that_hangs_is_dead_after_some_minutes_and_alive_when_it_moves_again(
     stage: Stage,
 ) -> None:

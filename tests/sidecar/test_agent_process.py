@@ -105,6 +105,23 @@ def test_a_kill_costs_only_a_repetition(trainer: Trainer, tmp_path: Path) -> Non
 # ---- in a pod
 
 
+def test_at_start_the_doctor_names_what_is_wrong_with_the_store_and_its_remedy(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    url = (tmp_path / "store").as_uri()
+    trainer.say()
+    with agent_process(tmp_path / "log", trainer.volume.path, url) as agent:
+        agent.wait_for("lease.taken")
+        other = Trainer(tmp_path / "other", run_id="other")
+        options = ("--run-id", "other")
+        with agent_process(tmp_path / "log2", other.volume.path, url, *options) as second:
+            second.wait_for("doctor.found")
+            until(lambda: any("has the prefix" in x["reason"] for x in second.of("doctor.found")))
+            (said,) = [x for x in second.of("doctor.found") if "has the prefix" in x["reason"]]
+    assert (said["severity"], said["what"]) == ("error", url)
+    assert "use one prefix for each run (DS_CKPT_DESTINATION)" in said["remedy"]
+
+
 def durable(text: str) -> str:
     return text.partition("\n")[0]
 
@@ -133,9 +150,8 @@ def test_a_pods_life_probes_notice_drain_and_termination_message(
         agent.wait_for("store.probed")
         until(lambda: ask("/readyz") == (200, "ok\n"))
         assert ask("/startedz") == (200, "ok\n")
-        assert message.read_text() == (
-            "durable: nothing\nnothing to do: every save that was handed over is durable\n"
-        )
+        nothing = "durable: nothing\nnothing to do: every save that was handed over is durable\n"
+        until(lambda: message.read_text() == nothing)
         for tag in ("a", "b"):
             trainer.save(tag, {"x": 11 * MIB})
         agent.wait_for("save.uploading")

@@ -1,0 +1,61 @@
+"""What others are told of durability, and that each hears a thing once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from ds_ckpt_sidecar.telling import FAILING_TRIES, Telling
+from tests.sidecar.stage import Reports
+from tests.sidecar.test_ending import save
+
+
+def test_a_save_that_became_durable_is_told_once() -> None:
+    reports = Reports()
+    telling = Telling(None, reports)
+    found = save(1, 100)
+    found.state = "uploading"
+    telling.heard(found, "")
+    assert reports.told == []
+    found.state = "committed"
+    telling.heard(found, "")
+    telling.heard(found, "")
+    assert reports.told == [("committed", "t1")]
+
+
+def test_a_save_that_retention_has_deleted_meanwhile_is_not_told_as_durable() -> None:
+    reports = Reports()
+    found = save(1, 100)
+    found.state = "committed"
+    found.record = SimpleNamespace(state="deleted")  # type: ignore[assignment]
+    Telling(None, reports).heard(found, "")
+    assert reports.told == []
+
+
+def test_what_fails_is_told_from_the_third_time_on() -> None:
+    reports = Reports()
+    telling = Telling(None, reports)
+    found = save(1, 100)
+    for tries in range(1, FAILING_TRIES + 1):
+        assert reports.told == []
+        found.tries = tries
+        telling.heard(found, "no access")
+    assert reports.told == [("failing", "t1: no access")]
+
+
+def test_an_end_with_all_durable_is_told_to_nobody() -> None:
+    reports = Reports()
+    telling = Telling(None, reports)
+    telling.ended()
+    assert reports.told == []
+    telling.unreached("down", ["t2", "t1"])
+    telling.ended()
+    assert reports.told == [("not durable", ("t2: discovered, down", "t1: discovered, down"))]
+
+
+def test_without_a_message_and_reports_nothing_happens() -> None:
+    telling = Telling(None, None)
+    telling.heard(save(1, 100), "no access")
+    telling.failing("no access", 10)
+    telling.unreached("down", ["t1"])
+    telling.ended("why")
+    assert telling.not_durable == ("t1: discovered, down",)
