@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 from ds_ckpt_sidecar import settings
 from ds_ckpt_store.transfer.plan import MIB
 from tests.kubernetes.chart.helm import Document, Helm, documents, pods
-from tests.kubernetes.chart.matrix import LEAST, merged
+from tests.kubernetes.chart.matrix import LEAST, kind, merged
 
 
 def container(found: list[Document], name: str) -> dict[str, Any]:
@@ -154,6 +155,34 @@ def test_a_tag_that_was_asked_for_must_be_there(rendered: Mapping[str, list[Docu
     assert arguments[arguments.index("--tag") + 1] == "global_step100"
     assert "--if-any" not in arguments
     assert "--if-any" in container(rendered["Job, least"], "ds-ckpt-restore")["args"]
+
+
+TORCHRUN = """
+import json
+from torch.distributed.run import config_from_args, get_args_parser
+config = config_from_args(get_args_parser().parse_args(["train.py"]))[0]
+print(json.dumps([
+    config.min_nodes, config.max_nodes, config.nproc_per_node, config.rdzv_endpoint,
+    config.rdzv_configs["rank"],
+]))
+"""
+
+
+def test_torchrun_needs_no_arguments_beside_the_script(helms: Mapping[str, Helm]) -> None:
+    """Its own parser, with what the chart says to a node of an Indexed Job."""
+    found = documents(helms["helm4"].render(kind("IndexedJob", 4, processesPerNode=2)))
+    said = variables(found, "trainer")
+    ran = subprocess.run(
+        [sys.executable, "-c", TORCHRUN],
+        # The node's number is from an annotation, which the Job's controller writes.
+        env={**os.environ, **said, "PET_NODE_RANK": "3"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    address = f"{said['MASTER_ADDR']}:29500"
+    assert json.loads(ran.stdout.splitlines()[-1]) == [4, 4, 2, address, 3]
 
 
 def test_probes_ask_for_pages_that_the_agent_has(rendered: Mapping[str, list[Document]]) -> None:
