@@ -552,7 +552,7 @@ class Agent:
 
     def _may_end(self, verdict: Verdict, *, passed: bool) -> bool:
         """Whether this is the end: all is decided, or there is no time, or nothing moves."""
-        unfinished = self._need_syncer().unfinished()
+        unfinished = self._need_syncer().worth_staying_for()
         if self._ending.stopping:
             if self._refused or self._ending.over:
                 return True
@@ -648,7 +648,6 @@ class Agent:
     def _say_retry(self, retry: Retry) -> None:
         """From any thread: a call to the store will be made again."""
         error = retry.error
-        self._health.beat(retry.wait)
         self._budget.heed(error)
         self._reporter.error(f"{error}; tried again")
         kind = type(error).__name__

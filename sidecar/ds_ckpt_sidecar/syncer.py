@@ -116,6 +116,16 @@ class Syncer:
         """Saves of which this node has stored all, and other nodes have not."""
         return [save for save in self.unfinished() if save.waiting_for]
 
+    def worth_staying_for(self) -> list[Save]:
+        """The unfinished ones that an agent that is told to end still works or waits for.
+
+        Not those that lack other nodes' parts and are older than a checkpoint: nobody resumes from
+        them any more, and whichever node comes last commits them.
+        """
+        newest = self.newest_committed()
+        newest_id = "" if newest is None else newest[2]
+        return [s for s in self.unfinished() if not s.waiting_for or s.save_id > newest_id]
+
     def troubles(self) -> list[str]:
         """One sentence for each save that is not, and will not become, a checkpoint by itself."""
         resting = [save for save in self._saves.values() if save.state in RESTING]

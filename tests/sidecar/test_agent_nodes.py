@@ -87,6 +87,32 @@ def test_waiting_for_the_other_node_holds_up_nothing(world: World, pair: Pair) -
     assert world.latest() == "alone", "it was saved later"
 
 
+def test_told_to_end_it_does_not_wait_for_the_other_half_of_a_save_that_is_outdated(
+    world: World, pair: Pair
+) -> None:
+    pair.save("half")
+    alone = pair.nodes[0].save("alone", {"x": 10})
+    with world.running(pair.paths[0], drain_seconds=3600.0):
+        until(lambda: world.states() == {"alone": "committed"})
+        until(lambda: status(pair.paths[0], alone.save_id).state == "committed")
+        until(lambda: world.log.of("save.waiting"))
+    assert [line["tag"] for line in world.log.of("save.left_waiting")] == ["half"]
+    world.once(pair.paths[1])
+    assert world.states() == {"half": "committed", "alone": "committed"}, "the last one commits"
+
+
+def test_told_to_end_it_waits_for_the_other_half_of_the_newest_save(
+    world: World, pair: Pair
+) -> None:
+    save_id = pair.save()
+    with world.running(pair.paths[0], drain_seconds=3600.0) as agent:
+        until(lambda: world.log.of("save.waiting"))
+        agent.stop()
+        world.once(pair.paths[1])
+        until(lambda: status(pair.paths[0], save_id).state in ("committed", "cleaned"))
+    assert not world.log.of("save.left_waiting")
+
+
 @pytest.mark.parametrize("operation", ["put_part", "complete"])
 def test_one_that_dies_in_its_upload_comes_back_and_completes_the_save(
     world: World, pair: Pair, operation: str
