@@ -109,6 +109,7 @@ def test_while_it_drains_nothing_is_removed_before_all_is_stored(stage: Stage) -
         event for _, event, _ in stage.log.lines if event in ("save.committed", "save.cleaned")
     ]
     assert events[:2] == ["save.committed"] * 2
+    assert events[2:], "and then it is put in order"
     assert player.code == 0
 
 

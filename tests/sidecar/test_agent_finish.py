@@ -52,6 +52,33 @@ def test_an_upload_that_goes_on_after_the_end_of_training_is_given_all_the_time_
     assert player.code == 0
 
 
+def test_an_upload_that_fails_again_and_again_is_gone_on_with_as_long_as_less_is_left(
+    stage: Stage,
+) -> None:
+    player = stage.agent(exit_when_finished=True, drain_seconds=100.0)
+    stage.beating(until=20)
+    stage.at(20, lambda: stage.save("huge", 6000))
+    stage.at(21, lambda: stage.beat(finished=True))
+    for begin in (30, 110, 190, 270):
+        stage.at(begin, lambda: setattr(stage, "takes_no_data", True))
+        stage.at(begin + 60, lambda: setattr(stage, "takes_no_data", False))
+    stage.play(600)
+    assert len(stage.log.of("save.delayed")) >= 2
+    assert (stage.committed(), player.code) == (["huge"], 0)
+    assert player.ended_at > 21 + 2 * 100
+
+
+def test_an_attempt_that_begins_while_the_last_upload_goes_on_is_served(stage: Stage) -> None:
+    player = stage.agent(exit_when_finished=True)
+    stage.beating(until=20)
+    stage.at(21, lambda: stage.save("a", 3000))
+    stage.at(21, lambda: stage.beat(finished=True))
+    stage.at(40, stage.beat)  # in the middle of it
+    stage.play(100)
+    assert stage.committed() == ["a"]
+    assert player.code is None
+
+
 def test_a_finished_mark_of_an_earlier_attempt_does_not_end_it(stage: Stage) -> None:
     stage.beat(finished=True)
     player = stage.agent(exit_when_finished=True)
