@@ -12,12 +12,6 @@ RUN pip install --no-cache-dir --require-hashes --only-binary=:all: --requiremen
     && python -m venv --without-pip /opt/ds-ckpt \
     && pip --python /opt/ds-ckpt/bin/python install --no-cache-dir --no-compile \
         --require-hashes --only-binary=:all: --requirement requirements.txt
-COPY pyproject.toml README.md LICENSE ./
-COPY trainer_hook trainer_hook
-COPY sidecar sidecar
-RUN pip wheel --no-cache-dir --no-index --no-deps --no-build-isolation --wheel-dir wheels . \
-    && pip --python /opt/ds-ckpt/bin/python install --no-cache-dir --no-compile \
-        --no-index --no-deps wheels/*.whl
 # Tests that packages bring along go, and of the 400 services that botocore describes all but S3 and
 # those that credentials come from: roles, web identities and single sign-on.
 RUN packages=$(echo /opt/ds-ckpt/lib/python3*/site-packages) \
@@ -25,13 +19,21 @@ RUN packages=$(echo /opt/ds-ckpt/lib/python3*/site-packages) \
         -prune -exec rm -r '{}' + \
     && find "$packages/botocore/data" -mindepth 1 -maxdepth 1 -type d \
         ! -name s3 ! -name sts ! -name sso ! -name sso-oidc ! -name signin -exec rm -r '{}' +
-# Bytecode of all, and of Python's own library, which its image brings without: with a read-only
-# root each start would compile it anew. In a tree apart, so that it is copied with the rest.
+# Bytecode, also of Python's own library, whose image has none: with a read-only root each start
+# would compile it anew. In a tree apart, so that it is copied with the rest.
 RUN export PYTHONPYCACHEPREFIX=/opt/ds-ckpt/bytecode \
     && compile="python -m compileall -q -j 0 --invalidation-mode unchecked-hash" \
     && $compile /opt/ds-ckpt/lib \
     && $compile -x '/(site-packages|dist-packages|test|idlelib|tkinter|turtledemo|ensurepip)/' \
         "$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')"
+COPY pyproject.toml README.md LICENSE ./
+COPY trainer_hook trainer_hook
+COPY sidecar sidecar
+RUN pip wheel --no-cache-dir --no-index --no-deps --no-build-isolation --wheel-dir wheels . \
+    && pip --python /opt/ds-ckpt/bin/python install --no-cache-dir --no-compile \
+        --no-index --no-deps wheels/*.whl \
+    && PYTHONPYCACHEPREFIX=/opt/ds-ckpt/bytecode python -m compileall -q \
+        --invalidation-mode unchecked-hash /opt/ds-ckpt/lib/python3*/site-packages/ds_ckpt_*
 
 FROM ${BASE}
 ARG VERSION=0.1.0
