@@ -6,11 +6,16 @@ This module imports nothing that the bare installation lacks, so that it can say
 from __future__ import annotations
 
 import gc
+import signal
 import sys
 
 
 def main() -> None:
     """Run the command line."""
+    if sys.argv[1:2] == ["agent"]:
+        # Until the agent can heed it. It may be a container's first process, which loses a signal
+        # that it does not handle; as any other it would be killed without a word.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     gc.disable()  # of what is imported nothing is garbage, and looking takes a tenth of the start
     try:
         from ds_ckpt_sidecar.commands import app

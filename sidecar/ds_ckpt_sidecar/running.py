@@ -165,3 +165,4 @@ def _stop_on_signal(agent: Agent, drain_seconds: float, reports: ClosableReports
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see cli.main

@@ -208,6 +208,26 @@ def test_sigterm_twice_is_one_and_a_second_interrupt_ends_it(
     assert "not durable: b: " in message.read_text()
 
 
+EARLY = """
+import os, signal, ds_ckpt_sidecar.running as running
+real = running.open_store
+def early(*arguments, **options):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return real(*arguments, **options)
+running.open_store = early
+"""
+
+
+def test_sigterm_while_it_starts_is_heeded_once_it_can_be(trainer: Trainer, tmp_path: Path) -> None:
+    """As the first process of a container it would lose the signal, and be killed much later."""
+    url = (tmp_path / "store").as_uri()
+    trainer.save("a", {"x": 100})
+    with agent_process(tmp_path / "log", trainer.volume.path, url, program=EARLY) as agent:
+        assert agent.process.wait(60) == 0
+        assert len(agent.of("agent.draining")) == 1
+    assert committed(url) == ["a"]
+
+
 def test_a_plain_container_ends_with_the_training(trainer: Trainer, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     trainer.say(finished=True)  # of an attempt before
