@@ -170,7 +170,7 @@ class Agent:
     # ---- from other threads
 
     def stop(self) -> None:
-        """Ask it to drain and exit; safe to call from a signal handler."""
+        """Ask it to drain and exit."""
         self._ending.stop()
         self._wake.set()
 

@@ -7,7 +7,7 @@
 * :class:`TrainerWatch`, for an agent that ends by itself: whether the trainer is over.
 * :class:`Impatient`, a clock by which nobody waits long while there is little time.
 
-The first two may be called from any thread and from a signal handler; they set a number.
+The first two may be called from any thread; they set a number.
 """
 
 from __future__ import annotations

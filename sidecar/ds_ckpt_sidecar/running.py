@@ -28,6 +28,7 @@ from ds_ckpt_store.stores import open_store
 
 OVERTIME_SECONDS = 5.0
 REPORT_SECONDS = 2.0
+ENDING = frozenset({signal.SIGTERM, signal.SIGINT})
 _M_ARENA_MAX = -8  # of malloc.h
 
 
@@ -47,6 +48,7 @@ def run_agent(settings: AgentSettings, *, once: bool) -> int:
     log = make_log(settings.log_format)
     volume = Volume(settings.volume, Filesystem())
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_signals_held())
         with explained(settings.termination_log):
             reports = stack.enter_context(_reports(settings, log))
             agent = Agent(
@@ -134,12 +136,25 @@ def _share_memory() -> None:
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Keep the signals that end an agent for :func:`_stop_on_signal`, in all threads begun here."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _stop_on_signal(agent: Agent, drain_seconds: float, reports: ClosableReports | None) -> None:
     """Drain on SIGTERM and SIGINT, and end in time even if a request never comes back.
 
     A store that accepts connections and then says nothing holds a thread in a read for minutes.
     What was done is in the store and in the journal, so ending there costs a repetition. SIGTERM
     may come more than once, and is one; a person who types Ctrl-C again wants the end now.
+
+    A thread waits for them. A handler would run in the midst of the main loop, and wait for ever
+    for what that loop holds.
     """
 
     def end(why: str) -> NoReturn:
@@ -149,20 +164,20 @@ def _stop_on_signal(agent: Agent, drain_seconds: float, reports: ClosableReports
             reports.close(REPORT_SECONDS)
         os._exit(1)
 
-    def stop(number: int, _: object) -> None:
-        if agent.stopping:
-            if number == signal.SIGINT:
-                end("interrupted again; ending in the middle of it")
-            return
-        agent.stop()
-        why = (
-            f"a request did not come back within {drain_seconds:.0f} s of draining and "
-            f"{OVERTIME_SECONDS:.0f} s more; ending"
-        )
-        timer = threading.Timer(drain_seconds + OVERTIME_SECONDS, end, [why])
-        timer.daemon = True
-        timer.start()
+    def listen() -> None:
+        while True:
+            number = signal.sigwait(ENDING)
+            if agent.stopping:
+                if number == signal.SIGINT:
+                    end("interrupted again; ending in the middle of it")
+                continue
+            agent.stop()
+            why = (
+                f"a request did not come back within {drain_seconds:.0f} s of draining and "
+                f"{OVERTIME_SECONDS:.0f} s more; ending"
+            )
+            timer = threading.Timer(drain_seconds + OVERTIME_SECONDS, end, [why])
+            timer.daemon = True
+            timer.start()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # see cli.main
+    threading.Thread(target=listen, name="signals", daemon=True).start()
