@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kubernetes.pods.scene import MIB, RESTORE, SIDECAR, TRAINER, Scene
+from tests.kubernetes.pods.scene import MIB, RESTORE, SIDECAR, TRAINER, Said, Scene
 
 
 def test_a_sidecar_that_is_killed_in_mid_upload_is_started_again_and_goes_on_from_there(
@@ -33,22 +33,30 @@ def test_a_sidecar_that_is_killed_in_mid_upload_is_started_again_and_goes_on_fro
 
 
 @pytest.mark.timeout(400)
-def test_a_node_of_two_that_is_lost_is_restored_and_both_resume_from_one_save(
+def test_a_node_of_two_that_is_lost_with_its_half_of_a_save_is_restored_and_both_resume_from_one(
     scene: Scene,
 ) -> None:
     scene.install(
+        ["--steps", "6", "--save-at", "2,4,6"],
         launcher=["torch.distributed.run", "-m"],
         workload={"kind": "IndexedJob", "nodes": 2, "processesPerNode": 1},
     )
     zero, one = scene.pod(0), scene.pod(1)
-    scene.go(3)
+    scene.go(2)
     for pod in (zero, one):
-        pod.until(lambda: 3 in scene.losses(pod), 120, "step 3")  # noqa: B023
-    zero.until(lambda: list(scene.committed().values()) == ["step2"], what="step2 is durable")
-    before = scene.losses(zero)
-    one.delete()
+        scene.until_logged(pod, "save.committed", 120, tag="step2")
+    scene.link.limit(MIB // 16)
+    scene.go(4)
+    for pod in (zero, one):
+        scene.until_logged(pod, "save.uploading", tag="step4")
+    one.delete(grace=2)
     one.wait()
-    scene.go(4)  # which node 0 cannot make alone
+    assert "step4" in Said.of(one.containers[SIDECAR].last.message).not_durable
+    scene.link.limit(None)
+    scene.until_logged(zero, "save.stored", tag="step4")
+    assert list(scene.committed().values()) == ["step2"], "half of a save is none"
+    before = scene.losses(zero)
+    scene.go(6)  # which node 0 cannot do alone
 
     fresh = scene.pod(1)
     assert not list(scene.volume(fresh).glob("step*"))
@@ -58,9 +66,8 @@ def test_a_node_of_two_that_is_lost_is_restored_and_both_resume_from_one_save(
     assert fresh.containers[RESTORE].last.exit_code == 0
     assert scene.trained(zero, "resumed") == [None, "step2"]
     assert scene.trained(fresh, "resumed") == ["step2"]
-    for pod in (zero, fresh):
-        assert scene.losses(pod)[3] == before[3], "to the last bit"
-    assert scene.losses(zero)[4] == scene.losses(fresh)[4]
-    assert scene.check() == ["step2", "step4"]
-    for pod in (zero, fresh):
-        assert not scene.check_last_message(pod).not_durable
+    for step in (3, 4):
+        assert scene.losses(fresh)[step] == before[step], "to the last bit"
+    assert scene.losses(fresh) == {s: scene.losses(zero)[s] for s in (3, 4, 5, 6)}
+    assert scene.check() == ["step2", "step4", "step6"]
+    assert scene.log(zero, "save.left_waiting", tag="step4"), "the pod is not held up for it"
