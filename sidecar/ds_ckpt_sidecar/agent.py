@@ -208,8 +208,9 @@ class Agent:
         """
         try:
             return self._run(once)
-        except (CkptError, OSError) as error:
-            self._telling.ended(str(error))
+        except Exception as error:
+            known = isinstance(error, (CkptError, OSError))
+            self._telling.ended(str(error) if known else f"{type(error).__name__}: {error}")
             raise
 
     def _run(self, once: bool) -> int:

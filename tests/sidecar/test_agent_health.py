@@ -154,3 +154,20 @@ def test_what_keeps_it_from_going_on_stands_in_the_termination_message(stage: St
     assert isinstance(player.process.result, CkptError)
     assert "the agent gave up: " in stage.said()
     assert stage.trainer.volume.own in stage.said()
+
+
+def test_an_error_that_nobody_expected_stands_there_too(stage: Stage) -> None:
+    stage.save("a", 3000)
+    player = stage.agent()
+    stage.play(5)
+
+    def broken() -> None:
+        raise ZeroDivisionError("of a library")
+
+    player.agent._health.beat = broken  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        stage.play(10)
+    first, second, last = stage.said().splitlines()
+    assert first == "durable: nothing"
+    assert second.startswith("not durable: a: uploading")
+    assert last == "the agent gave up: ZeroDivisionError: of a library"

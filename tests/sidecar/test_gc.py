@@ -147,10 +147,19 @@ HELD = """if len(sent) > 3:
                 time.sleep(0.02)"""
 
 
+NO_DOCTOR = """
+import ds_ckpt_sidecar.running
+ds_ckpt_sidecar.running.Examiner.store = lambda self: None
+"""
+
+
 def killed_in_mid_upload(destination: Destination, trainer: Trainer, log: Path) -> str:
-    """An agent that is killed when some parts are stored, and whose volume is lost; the folder."""
+    """An agent that is killed when some parts are stored, and whose volume is lost; the folder.
+
+    Its doctor, which makes an upload of its own at start, has nothing under way meanwhile.
+    """
     manifest = trainer.save("torn", {"large": 21 * MIB, "small": 1000})
-    program = destination.program(log.with_suffix(".gate"))
+    program = NO_DOCTOR + destination.program(log.with_suffix(".gate"))
     with destination.agent(log, trainer, program=program) as agent:
         agent.wait_for("held")
         assert agent.end(signal.SIGKILL) == -signal.SIGKILL

@@ -153,6 +153,37 @@ def test_what_is_measured_without_enough_work_changes_nothing() -> None:
     assert network.budget.streams() == 4
 
 
+def test_in_a_hurry_there_are_as_many_as_may_be_at_once_and_later_it_settles_again() -> None:
+    network = Network(each=50e6, together=200e6)
+    assert network.run(60)[-1] < 16
+    network.budget.rush()
+    assert network.budget.streams() == 16
+    network.budget.set_streams(8)
+    network.budget.rush()
+    assert network.budget.streams() == 8
+
+
+def test_in_a_hurry_a_store_that_throttles_is_heeded_all_the_same() -> None:
+    network = Network(each=5e6, together=1e9)
+    network.run(60)
+    network.budget.throttled()
+    network.budget.rush()
+    assert network.budget.streams() == 16
+    network.run(5)
+    network.budget.throttled()
+    assert network.budget.streams() == 8
+
+
+def test_what_was_moved_is_counted_with_what_was_sent_again() -> None:
+    network = Network(each=5e6, together=1e9)
+    assert network.budget.moved == 0
+    network.run(1)
+    before = network.budget.moved
+    assert before > 0
+    network.budget.pace(BUFFER)
+    assert network.budget.moved == before + BUFFER
+
+
 def test_the_same_network_gives_the_same_run() -> None:
     def run() -> list[int]:
         network = Network(each=33 * MIB, together=333 * MIB, takes=11, most=40)
