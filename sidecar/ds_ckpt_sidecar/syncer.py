@@ -342,11 +342,11 @@ class Syncer:
         if current and new and (attempts or finished or self._trainer_lives()):
             self._attempt, self._released = current, False
             known = trainer if trainer is not None and trainer.attempt == current else None
-            self._age = self._age_of(known) if known is not None else None
+            self._age = self._age_of(known.started) if known is not None else None
             self._take(current, self._nodes_of(current, known), age=self._age)
             self._swept = False  # what an earlier attempt completed late is looked for once more
         for attempt in sorted(attempts - {current, *self._leases}):
-            self._take(attempt, (), left_over=True)
+            self._take(attempt, (), age=self._age_of(self._began(attempt)), left_over=True)
         self.renew()
         return bool(self._leases)
 
@@ -376,9 +376,13 @@ class Syncer:
                 named.update(save.manifest.nodes)
         return named
 
-    def _age_of(self, trainer: TrainerStatus) -> Callable[[], float] | None:
-        """How long ago the trainer's attempt began; it and we have one clock."""
-        started = trainer.started
+    def _began(self, attempt: str) -> float | None:
+        """When an attempt began, as its saves on this volume say."""
+        manifests = [save.manifest for save in self._saves.values()]
+        return next((m.started for m in manifests if m.attempt == attempt), None)
+
+    def _age_of(self, started: float | None) -> Callable[[], float] | None:
+        """How long ago an attempt began; its trainer and we have one clock."""
         return None if started is None else lambda: max(0.0, self._clock.time() - started)
 
     def _take(

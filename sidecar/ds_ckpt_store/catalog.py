@@ -62,6 +62,7 @@ _RECORDS = f"{_OWN}/checkpoints/"
 _HOLDS = f"{_OWN}/holds/"
 _CLOCK = f"{_OWN}/clock/"
 _REMEMBERED_ATTEMPTS = 1000
+_STEP = 2  # between two epochs: one is left for attempts that no sidecar saw while they ran
 _BEGAN_SLACK = 2.0  # seconds that a look at the store's clock may take
 STALE_AFTER = 600.0
 HOLD_SECONDS = 3600
@@ -147,7 +148,7 @@ class Catalog:
             next(rounds)
             current = self._read(_OWNER, Owner)
             if current is None:
-                epoch = 1 + max((record.epoch for record in self.records()), default=0)
+                epoch = _STEP + max((record.epoch for record in self.records()), default=0)
                 owner = _owner(
                     Owner(
                         run_id=run_id,
@@ -181,8 +182,8 @@ class Catalog:
                         f"{stale_after:.0f} s"
                     )
                 took_over = owner_now.run_id
-                epoch, unfinished = owner_now.epoch + 1, set(nodes) | {node}
-                since = None if left_over else self._began(node, age)
+                epoch, unfinished = owner_now.epoch + _STEP, set(nodes) | {node}
+                since = self._began(node, age)
                 leader = self._leader(run_id, attempt, since, owner_now)
                 began = {**began, **_at(attempt, since)} if leader == attempt else began
             elif attempt in owner_now.attempts:
@@ -191,12 +192,12 @@ class Catalog:
                     return Lease(epoch, False, self.store_time(node))
                 unfinished = set(owner_now.unfinished) | {node}
             else:
-                since = None if left_over else self._began(node, age)
+                since = self._began(node, age)
                 if left_over or _is_earlier(attempt, since, owner_now):
                     # A save that an earlier attempt left behind: it must not outrank later ones.
                     earlier = _epoch_before(attempt, since, owner_now)
                     return Lease(earlier, False, self.store_time(node))
-                epoch, unfinished = owner_now.epoch + 1, set(nodes) | {node}
+                epoch, unfinished = owner_now.epoch + _STEP, set(nodes) | {node}
                 began = {**began, **_at(attempt, since)}
             owner = _owner(
                 Owner(
@@ -755,9 +756,9 @@ def _is_earlier(attempt: str, began: float | None, owner: Owner) -> bool:
 
 
 def _epoch_before(attempt: str, began: float | None, owner: Owner) -> int:
-    """The epoch of an attempt that nobody registered while it ran: that of its predecessor.
+    """The epoch of an attempt that nobody registered while it ran: right after its predecessor's.
 
-    Never that of the newest, whatever clocks say.
+    Below that of its successor, and so of the newest, whatever clocks say.
     """
     before = [
         epoch
@@ -768,5 +769,7 @@ def _epoch_before(attempt: str, began: float | None, owner: Owner) -> int:
             else known < attempt
         )
     ]
-    first = min(owner.attempts.values(), default=owner.epoch)
-    return min(max(before, default=first - 1), owner.epoch - 1)
+    epochs = {*owner.attempts.values(), owner.epoch}
+    passed = [epoch for epoch in before if epoch < owner.epoch]
+    after = max(passed, default=min(epochs) - _STEP)
+    return min(after + 1, *(epoch - 1 for epoch in epochs if epoch > after))

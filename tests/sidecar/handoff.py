@@ -28,6 +28,7 @@ class Trainer:
         attempt: id of the attempt; a new one if None.
         time_ms: save time of the first save; each later one is a second after the one before.
         seed: of the bytes of files given by size, and of ids.
+        started: when the attempt began, in seconds since the epoch; None as of an older hook.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Trainer:
         attempt: str | None = None,
         time_ms: int = START_MS,
         seed: int | None = None,
+        started: float | None = None,
     ) -> None:
         os.makedirs(path, exist_ok=True)
         self.volume = Volume(os.fspath(path))
@@ -46,6 +48,7 @@ class Trainer:
         self.rng = random.Random(seed)
         self.run_id = run_id
         self.time_ms = time_ms
+        self.started = started
         self.attempt = attempt or names.new_save_id(time_ms - 1000, self.rng)
 
     def save(
@@ -120,6 +123,7 @@ class Trainer:
             replicas=write(replicas or {}, f"{top}/{tag}", links),
             companions=write(companions or {}, top, beside),
             destination=destination,
+            started=self.started,
         )
         if latest:
             self.volume.fs.write_atomic(f"{top}/latest", tag.encode())
@@ -182,6 +186,7 @@ class Trainer:
                 run_id=self.run_id,
                 attempt=self.attempt,
                 time=SystemClock().time(),
+                started=self.started,
                 finished=finished,
                 nodes=list(nodes) if nodes is not None else [self.node],
                 resumed_from=resumed_from,

@@ -96,9 +96,29 @@ def test_a_new_attempt_raises_the_epoch_and_old_saves_do_not_outrank_its_own(
     world.once(trainer.volume.path)
     assert set(world.states()) == {"first", "late", "resumed"}
     epochs = {record.tag: record.epoch for record in world.catalog.records()}
-    assert epochs == {"first": 1, "late": 1, "resumed": 2}
+    assert epochs == {"first": 2, "late": 2, "resumed": 4}
     assert world.latest() == "resumed"
     assert late.time_ms > again.time_ms - 1000
+
+
+def test_what_an_attempt_saved_that_no_agent_saw_sorts_between_those_before_and_after_it(
+    world: World, tmp_path: Path
+) -> None:
+    """The store was away for the whole of it, and its pods' clock is behind that of the first."""
+    now = time.time()
+    first = Trainer(tmp_path / "old", time_ms=START_MS + 999_000, seed=3, started=now - 900)
+    first.say()
+    first.save("before", {"x": 10})
+    world.once(first.volume.path)
+    unseen = Trainer(tmp_path / "new", time_ms=START_MS, seed=4, started=now - 300)
+    unseen.save("unseen", {"x": 10})
+    after = Trainer(tmp_path / "new", time_ms=START_MS + 5000, seed=5, started=now - 10)
+    after.say()
+    after.save("after", {"x": 10})
+    world.once(after.volume.path)
+    records = sorted(world.catalog.records(), key=lambda record: record.order)
+    assert [record.tag for record in records] == ["before", "unseen", "after"]
+    assert world.latest() == "after"
 
 
 def test_a_node_that_was_away_learns_that_its_attempt_is_passed(

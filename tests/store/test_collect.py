@@ -544,8 +544,8 @@ def test_without_a_lease_that_can_be_read_no_save_is_given_up_and_the_rest_is_co
 def test_epochs_tell_whether_an_attempt_that_the_lease_never_saw_is_over(place: Place) -> None:
     """Its id is made of some machine's clock, and tells nothing."""
     place.own(0)
-    newer = place.unfinished("newer", epoch=1, attempt=place.attempt(4))
-    older = place.unfinished("older", epoch=0, attempt=place.attempt(5))
+    newer = place.unfinished("newer", epoch=2, attempt=place.attempt(4))
+    older = place.unfinished("older", epoch=1, attempt=place.attempt(5))
     place.clock.sleep(2 * DAY)
     gc = collector(place)
     assert ("save", older.folder) in found(sweep(place, gc))

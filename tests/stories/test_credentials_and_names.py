@@ -106,6 +106,7 @@ def test_a_name_that_does_not_resolve_for_a_while_costs_a_wait(
     proxy, wire = stage.place.network
     flag = tmp_path / "no-names"
     program = NO_NAMES.format(flag=str(flag))
+    parts = wire.part.replace("^PUT ", "^PUT (?!.*/probe/)")  # the doctor tries what agents may
 
     def lose_names() -> None:
         flag.touch()
@@ -114,7 +115,7 @@ def test_a_name_that_does_not_resolve_for_a_while_costs_a_wait(
         flag.touch()
         trainer.save("t", FILES)
     else:  # the connection breaks, and a new one needs the name
-        cut = Fault(wire.part, "reset", after=MIB, skip=2, then=lose_names)
+        cut = Fault(parts, "reset", after=MIB, skip=2, then=lose_names)
     with agent_process(
         tmp_path / "log",
         trainer.volume.path,
@@ -130,7 +131,6 @@ def test_a_name_that_does_not_resolve_for_a_while_costs_a_wait(
             assert said["next_try_seconds"] > 0
         else:
             agent.wait_for("store.probed")
-            before = len(proxy.lines(wire.part))
             trainer.save("t", FILES)
             proxy.add(cut)
             until(lambda: proxy.hits(cut))
@@ -141,7 +141,7 @@ def test_a_name_that_does_not_resolve_for_a_while_costs_a_wait(
     assert stage.states() == {"t": "committed"}
     stage.check_whole()
     if moment == "in mid upload":
-        assert len(proxy.lines(wire.part)) - before <= 5 + 1, "no part is sent twice but one"
+        assert len(proxy.lines(parts)) <= 5 + 1, "no part is sent twice but one"
 
 
 @pytest.mark.parametrize(

@@ -299,5 +299,6 @@ def _manifest(job: Job, pieces: Sequence[Piece]) -> NodeManifest:
         replicas=[shard for shard in held if plan.owners[shard.path] != session.node],
         elsewhere=plan.elsewhere(session.node),
         companions=[shard for piece in pieces for shard in piece.companions],
+        started=session.started,
         hook_version=HOOK_VERSION,
     )

@@ -84,7 +84,7 @@ class Session:
         self.taken: dict[str, tuple[str, tuple[int, int, int, int]]] = {}
         self.parent: str | None = None
         self._clock = clock
-        self._started = clock.time()
+        self.started = clock.time()
         self._engine: Any = None
         self._beat: threading.Thread | None = None
         self._stop = threading.Event()
@@ -210,7 +210,7 @@ class Session:
             run_id=self.run_id,
             attempt=self.attempt,
             time=self._clock.time(),
-            started=self._started,
+            started=self.started,
             step=step if isinstance(step, int) else None,
             finished=finished,
             nodes=self.nodes,

@@ -214,6 +214,8 @@ class NodeManifest(SaveInfo):
         elsewhere: paths that only other nodes hold.
         companions: small files beside the tag folder (global rank 0's node only).
         destination: where the trainer asked to upload to, or None for the sidecar's own setting.
+        started: when the attempt began on this node, by its clock, in seconds since the epoch; None
+            from a hook before this.
     """
 
     node: NodeId
@@ -225,6 +227,7 @@ class NodeManifest(SaveInfo):
     elsewhere: Annotated[list[str], Field(max_length=10 * MAX_SHARDS)] = []
     companions: Annotated[list[Shard], Field(max_length=256)] = []
     destination: str | None = None
+    started: Annotated[float, Field(allow_inf_nan=False)] | None = None
     hook_version: str = "unknown"
 
     @model_validator(mode="after")
