@@ -63,6 +63,9 @@ ONCE_TRIES = 3
 SILENT_SECONDS = 240.0
 """What a healthy agent may be silent beyond twice the patience with a request; see Health."""
 
+LAST_SECONDS = 3.0
+"""So near to its end an agent tells the cluster what is not durable: it may be killed any moment."""
+
 MAKE_WAY_SECONDS = 0.5
 """Between two looks at what should be uploaded instead, while there is little time."""
 
@@ -449,8 +452,14 @@ class Agent:
             trouble = str(error)
         self._health.unready = trouble
         syncer.beat("refused" if self._refused else self._state, now=True)
-        self._telling.refresh(syncer)
+        self._tell(syncer)
         return passed
+
+    def _tell(self, syncer: Syncer) -> None:
+        """Say what is durable; and to the cluster what is not, while there is time for it."""
+        self._telling.refresh(syncer)
+        if self._ending.stopping and self._ending.seconds_left() <= LAST_SECONDS:
+            self._telling.ending()
 
     def _report(self, error: Exception) -> None:
         self._failures.error("pass", "pass.failed", error=str(error), kind=type(error).__name__)
@@ -473,7 +482,7 @@ class Agent:
         if self._journal is not None:
             self._journal.flush()
         syncer.beat(self._state)
-        self._telling.refresh(syncer)
+        self._tell(syncer)
         try:
             syncer.renew()
         except OwnershipError:

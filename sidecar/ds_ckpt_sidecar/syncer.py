@@ -149,6 +149,13 @@ class Syncer:
         ]
         return [*lines, *(f"{name}: not taken, {reason}" for name, reason in self._bad.items())]
 
+    def refused(self) -> dict[str, str]:
+        """Files of the outbox that are not taken, each with the reason."""
+        return {
+            name.encode(errors="backslashreplace").decode(): reason
+            for name, reason in self._bad.items()
+        }
+
     def must_make_way(self, pick: Callable[[list[Save]], Save]) -> bool:
         """Whether another save than the one under way is to go first now.
 

@@ -51,6 +51,8 @@ class Telling:
         self._reports = reports
         self._durable = "unknown, the store has not been reached yet"
         self.not_durable: tuple[str, ...] = ()
+        self._refused: dict[str, str] = {}
+        self._warned = False
         self._write()
 
     def heard(self, save: Save, error: str) -> None:
@@ -77,6 +79,12 @@ class Telling:
             self._durable = _describe(*newest)
         self.not_durable = tuple(syncer.not_durable())
         self._write()
+        refused = syncer.refused()
+        if self._reports is not None:
+            for name, reason in refused.items():
+                if self._refused.get(name) != reason:
+                    self._reports.failing(f"{name}: {reason}")
+        self._refused = refused
 
     def unreached(self, why: str, tags: Sequence[str]) -> None:
         """The store could not be reached so far, and the volume holds these saves."""
@@ -84,10 +92,15 @@ class Telling:
         self.not_durable = tuple(f"{tag}: discovered, {why}" for tag in tags)
         self._write()
 
+    def ending(self) -> None:
+        """The agent may be killed any moment, and then could tell no more."""
+        if self._reports is not None and self.not_durable and not self._warned:
+            self._warned = True
+            self._reports.not_durable_at_exit(self.not_durable)
+
     def ended(self, why: str = "") -> None:
         """The agent ends; ``why`` if it cannot go on."""
-        if self._reports is not None and self.not_durable:
-            self._reports.not_durable_at_exit(self.not_durable)
+        self.ending()
         self._write(why)
 
     def _write(self, why: str = "") -> None:

@@ -223,6 +223,32 @@ def test_after_a_notice_the_time_is_planned_from_the_notice_on(stage: Stage) -> 
     assert stage.order() == ["warm", "small"], "with 25 s from the signal on, large would go first"
 
 
+def test_a_signal_that_leaves_two_seconds_lets_the_cluster_hear_at_once_what_may_be_lost(
+    stage: Stage,
+) -> None:
+    """The kubelet kills it before it has ended, and then it could tell nothing."""
+    player = stage.agent()
+    stage.at(1, player.agent.notice)
+    stage.at(22, lambda: stage.save("large", 9000))
+    stage.at(24, player.agent.stop)
+    stage.play(25)
+    assert player.code is None
+    assert ["large" in saves[0] for saves in stage.reports.of("not durable")] == [True]
+    stage.play(60)
+    assert player.code == 1
+    assert len(stage.reports.of("not durable")) == 1
+
+
+def test_a_drain_that_has_time_tells_the_cluster_of_no_loss(stage: Stage) -> None:
+    stage.save("a", 300)
+    stage.save("b", 900)
+    player = stage.agent()
+    stage.at(1, player.agent.stop)
+    stage.play(60)
+    assert player.code == 0
+    assert stage.reports.of("not durable") == []
+
+
 # ---- a store that is away
 
 

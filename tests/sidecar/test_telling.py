@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 from ds_ckpt_sidecar.telling import FAILING_TRIES, Telling
-from tests.sidecar.stage import Reports
+from tests.sidecar.stage import Reports, staged
 from tests.sidecar.test_ending import save
 
 
@@ -50,6 +51,18 @@ def test_an_end_with_all_durable_is_told_to_nobody() -> None:
     telling.unreached("down", ["t2", "t1"])
     telling.ended()
     assert reports.told == [("not durable", ("t2: discovered, down", "t1: discovered, down"))]
+
+
+def test_a_manifest_that_is_not_taken_is_told_once(tmp_path: Path) -> None:
+    """One of a newer version, say: it stays until the agent is upgraded, and nobody waits for it."""
+    with staged(tmp_path) as stage:
+        stage.agent()
+        newer = Path(stage.path) / ".ds_ckpt/outbox/01a3185a4310-3d2480903547f700.ff.json"
+        stage.at(5, lambda: newer.write_bytes(b'{"schema": 99}'))
+        stage.play(60)
+        (told,) = stage.reports.of("failing")
+        assert told.startswith(f"{newer.name}: ")
+        assert "99" in told
 
 
 def test_without_a_message_and_reports_nothing_happens() -> None:
