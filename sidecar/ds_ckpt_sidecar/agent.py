@@ -64,7 +64,7 @@ SILENT_SECONDS = 240.0
 """What a healthy agent may be silent beyond twice the patience with a request; see Health."""
 
 LAST_SECONDS = 3.0
-"""So near to its end an agent tells the cluster what is not durable: it may be killed any moment."""
+"""So near to its end an agent tells the cluster what is not durable: it may be killed."""
 
 MAKE_WAY_SECONDS = 0.5
 """Between two looks at what should be uploaded instead, while there is little time."""

@@ -54,7 +54,7 @@ def test_an_end_with_all_durable_is_told_to_nobody() -> None:
 
 
 def test_a_manifest_that_is_not_taken_is_told_once(tmp_path: Path) -> None:
-    """One of a newer version, say: it stays until the agent is upgraded, and nobody waits for it."""
+    """One of a newer version, say: it stays until the agent is upgraded."""
     with staged(tmp_path) as stage:
         stage.agent()
         newer = Path(stage.path) / ".ds_ckpt/outbox/01a3185a4310-3d2480903547f700.ff.json"
