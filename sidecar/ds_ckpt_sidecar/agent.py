@@ -409,9 +409,11 @@ class Agent:
         self._state = "running"
         failed = 0
         while True:
-            verdict = self._verdict()
+            verdict, heard = self._verdict(), self._trainer.last
             passed = self._pass()
-            if self._verdict() == verdict and self._may_end(verdict, passed=passed):
+            # A pass may take long, and the trainer may have begun and finished anew meanwhile.
+            same = self._verdict() == verdict and self._trainer.last == heard
+            if (same or self._ending.over) and self._may_end(verdict, passed=passed):
                 break
             failed = 0 if passed else failed + 1
             self._wait(self._pause(syncer, failed))

@@ -141,34 +141,37 @@ class TrainerWatch:
     Args:
         clock: time; only intervals are measured, so that no clock must be right.
         gone_seconds: of silence.
+
+    Attributes:
+        last: what the trainer said last.
     """
 
     def __init__(self, clock: Clock, gone_seconds: float) -> None:
         self._clock = clock
         self._gone_seconds = gone_seconds
         self._looked = False
-        self._last: TrainerStatus | None = None
+        self.last: TrainerStatus | None = None
         self._moved_at = clock.monotonic()
         self._seen = False
 
     def look(self, trainer: TrainerStatus | None) -> Verdict:
         """Look at what the trainer says now; None: nothing that can be read."""
         now = self._clock.monotonic()
-        if trainer is not None and trainer != self._last:
+        if trainer is not None and trainer != self.last:
             self._seen = self._seen or self._looked
-            self._last, self._moved_at = trainer, now
+            self.last, self._moved_at = trainer, now
         self._looked = True
         silent = now - self._moved_at >= self._gone_seconds
-        if self._last is None:
+        if self.last is None:
             return ""
-        if self._last.finished:
+        if self.last.finished:
             return "finished" if self._seen or silent else ""
         return "gone" if self._seen and silent else ""
 
     @property
     def lives(self) -> bool:
         """Whether the trainer may save once more: it was heard of a moment ago."""
-        if self._last is None or self._last.finished or not self._seen:
+        if self.last is None or self.last.finished or not self._seen:
             return False
         return self._clock.monotonic() - self._moved_at < LIVES_SECONDS
 

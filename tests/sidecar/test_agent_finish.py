@@ -79,6 +79,22 @@ def test_an_attempt_that_begins_while_the_last_upload_goes_on_is_served(stage: S
     assert player.code is None
 
 
+def test_an_attempt_that_begins_and_finishes_while_the_last_upload_goes_on_is_served(
+    stage: Stage,
+) -> None:
+    """Before and after it the trainer says that it has finished, and means another time."""
+    player = stage.agent(exit_when_finished=True)
+    stage.beating(until=20)
+    stage.at(21, lambda: stage.save("a", 9000))
+    stage.at(21, lambda: stage.beat(finished=True))
+    stage.at(40, stage.beat)
+    stage.at(41, lambda: stage.save("b", 300))
+    stage.at(42, lambda: stage.beat(finished=True))
+    stage.play(400)
+    assert stage.committed() == ["a", "b"]
+    assert player.code == 0
+
+
 def test_a_finished_mark_of_an_earlier_attempt_does_not_end_it(stage: Stage) -> None:
     stage.beat(finished=True)
     player = stage.agent(exit_when_finished=True)
