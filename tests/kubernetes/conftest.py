@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -21,26 +21,30 @@ def podman() -> Podman:
     return machine.podman
 
 
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """Of several processes of tests one builds, and the others find it built."""
+def _once(build: Callable[[], str], factory: pytest.TempPathFactory) -> str:
+    """Of the processes of a run one builds, and all use what it has built."""
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all processes
+    built = folder / f"{build.__name__}.image"
     with (machine.TOOLS / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+        if not built.exists():
+            name = build()
+            built.write_text(name)
+        return built.read_text()
 
 
 @pytest.fixture(scope="session")
-def image() -> str:
-    """Name of the sidecar's image, built from the ``Dockerfile``."""
-    with _alone():
-        return machine.build_sidecar()
+def image(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Name of the sidecar's image, built from the ``Dockerfile``; the same for all of a run."""
+    return _once(machine.build_sidecar, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def trainer_image() -> str:
+def trainer_image(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Name of an image that trains with ``trainer_mounts`` and ``trainer_python``."""
-    with _alone():
-        return machine.build_trainer()
+    return _once(machine.build_trainer, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -255,6 +255,11 @@ class Pod:
         container = self.containers[name]
         self.until(lambda: container.running and container.started, seconds, f"{name} started")
 
+    def heeds(self, name: str) -> bool:
+        """Whether a container runs, and its script is so far that it heeds SIGTERM."""
+        container = self.containers[name]
+        return container.run is not None and container.run.heeds(container.stop_signal)
+
     def kill(self, name: str) -> None:
         """SIGKILL to a container's first process, as the kernel does that has no memory left."""
         self._note("killed", container=name)

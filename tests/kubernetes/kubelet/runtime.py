@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -93,6 +94,7 @@ class Run:
 
     Attributes:
         log: the file of what it wrote.
+        pid: of its first process, on this machine; 0 if it ended before it was seen.
     """
 
     def __init__(self, podman: Podman, name: str, arguments: Sequence[str], folder: Path) -> None:
@@ -123,11 +125,13 @@ class Run:
             )
         deadline = time.monotonic() + START_SECONDS
         self._pidfd: int | None = None
+        self.pid = 0
         while self._process.poll() is None:
             text = pidfile.read_text() if pidfile.exists() else ""
             if text:
                 with contextlib.suppress(ProcessLookupError):
                     self._pidfd = os.pidfd_open(int(text))
+                    self.pid = int(text)
                 break
             if time.monotonic() > deadline:
                 self.remove()
@@ -155,6 +159,17 @@ class Run:
         if self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)
+
+    def heeds(self, number: int) -> bool:
+        """Whether its first process runs its own command, and has a handler for a signal."""
+        try:
+            command = Path(f"/proc/{self.pid}/cmdline").read_text()
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return False
+        (caught,) = re.findall(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)
+        name = signal.Signals(number).name.removeprefix("SIG")
+        return name in command and bool(int(caught, 16) >> (number - 1) & 1)
 
     def wait(self, seconds: float) -> bool:
         """Wait for the end of its first process; whether it came in time."""

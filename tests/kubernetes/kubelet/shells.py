@@ -6,10 +6,19 @@ from typing import Any
 
 from tests.kubernetes.tools import machine
 
+PATIENT = {"periodSeconds": 1, "timeoutSeconds": 30, "failureThreshold": 120}
+"""A probe for which a busy machine is fast enough."""
 HEEDS = "trap 'exit 0' TERM; sleep 1000 & wait"
 """Runs until SIGTERM, and ends at once with 0."""
+UP = "trap 'exit 0' TERM; touch /up; sleep 1000 & wait"
+"""The same, and says by a file that it is so far that it heeds."""
 IGNORES = "exec sleep 1000"
 """Runs until SIGKILL: a container's first process gets no signal that it has no handler for."""
+
+
+def waits(path: str) -> str:
+    """Goes on when a test has made a file in the container."""
+    return f"until test -e {path}; do sleep 0.1; done"
 
 
 def lasts(seconds: float, code: int = 0) -> str:
@@ -29,8 +38,13 @@ def sidecar(name: str, script: str, **fields: Any) -> dict[str, Any]:
 
 
 def exists(path: str, **fields: Any) -> dict[str, Any]:
-    """A probe, once a second, that passes when a file is there."""
-    return {"exec": {"command": ["test", "-e", path]}, "periodSeconds": 1, **fields}
+    """A probe, once a second, that passes when a file is there; patient, unless told otherwise."""
+    return {"exec": {"command": ["test", "-e", path]}, **PATIENT, **fields}
+
+
+def answers(path: str, **fields: Any) -> dict[str, Any]:
+    """A probe of :func:`server`, once a second; patient, unless told otherwise."""
+    return {"httpGet": {"path": path, "port": "page"}, **PATIENT, **fields}
 
 
 def server(port: int, *, ready_after: float = 0, **fields: Any) -> dict[str, Any]:

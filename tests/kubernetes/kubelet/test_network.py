@@ -14,7 +14,7 @@ import pytest
 from tests.kubernetes.kubelet.cluster import Cluster, find
 from tests.kubernetes.kubelet.pod import Meta
 from tests.kubernetes.kubelet.runtime import Podman
-from tests.kubernetes.kubelet.shells import HEEDS, IGNORES, exists, server, shell, sidecar
+from tests.kubernetes.kubelet.shells import HEEDS, IGNORES, answers, exists, server, shell, sidecar
 
 SERVICE = {
     "kind": "Service",
@@ -43,7 +43,7 @@ def job(main: dict[str, Any], *inits: dict[str, Any], **fields: Any) -> dict[str
 def fetch(url: str) -> str:
     return (
         "import sys,time,urllib.request as u\n"
-        "for _ in range(100):\n"
+        "for _ in range(600):\n"
         f"  try: print(u.urlopen({url}, timeout=2).status, flush=True); break\n"
         "  except OSError as e: print(e, flush=True); time.sleep(.1)\n"
         "else: sys.exit(1)"
@@ -64,8 +64,7 @@ def test_two_pods_of_an_indexed_job_have_the_same_port_and_find_each_other_and_t
     cluster: Cluster, node_server: http.server.HTTPServer
 ) -> None:
     cluster.names["store.test"] = cluster.network.address
-    listens = {**server(8080), "restartPolicy": "Always"}
-    listens["startupProbe"] = {"httpGet": {"path": "/200", "port": "page"}, "periodSeconds": 1}
+    listens = {**server(8080, startupProbe=answers("/200")), "restartPolicy": "Always"}
     asks = shell("asks", "")
     other = "f'http://train-{1 - int(o.environ[\"JOB_COMPLETION_INDEX\"])}.nodes:8080/200'"
     store = f"'http://store.test:{node_server.server_port}/'"
@@ -117,13 +116,14 @@ def test_a_name_is_published_when_its_pod_is_ready_unless_the_service_says_other
     late = {**SERVICE, "metadata": {"name": "late"}}
     late["spec"] = {"clusterIP": "None", "selector": {"app": "it"}}
     cluster.apply([SERVICE, late])
-    side = sidecar("side", f"sleep 1; touch /up; {HEEDS}", startupProbe=exists("/up"))
+    side = sidecar("side", HEEDS, startupProbe=exists("/up"))
     document = job(shell("main", HEEDS), side, subdomain="nodes")
     pod = cluster.job(document, 0)
     pod.until(lambda: pod.containers["side"].running, what="the sidecar runs")
     names = pod.hosts.read_text()
     assert f"{pod.address} train-0.nodes\n" in names
     assert " late" not in names
+    pod.execute("side", "touch", "/up")
     pod.until(lambda: pod.ready, what="all run")
     pod.until(lambda: f"{pod.address} late\n" in pod.hosts.read_text(), what="published")
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
 
 from tests.kubernetes.kubelet.pod import Pod
-from tests.kubernetes.kubelet.shells import HEEDS, IGNORES, lasts, server, shell, sidecar
+from tests.kubernetes.kubelet.shells import (
+    HEEDS,
+    IGNORES,
+    answers,
+    lasts,
+    server,
+    shell,
+    sidecar,
+    waits,
+)
 
 Runs = Callable[..., Pod]
 
@@ -16,12 +24,17 @@ Runs = Callable[..., Pod]
 def running(pod: Pod) -> Pod:
     """The pod, when all its containers run, and know what to do at SIGTERM."""
     pod.until(lambda: pod.ready, what="all run")
-    time.sleep(0.3)
+    heed = [name for name, each in pod.containers.items() if "TERM" in each.spec["command"][2]]
+    pod.until(lambda: all(pod.heeds(name) for name in heed), what="all heed SIGTERM")
     return pod
 
 
 def grace(pod: Pod, name: str) -> str:
     return pod.timeline.only("SIGTERM", container=name).detail
+
+
+def seconds(pod: Pod, name: str) -> int:
+    return int(grace(pod, name).removesuffix(" s of grace"))
 
 
 def at(pod: Pod, what: str, name: str) -> float:
@@ -31,22 +44,34 @@ def at(pod: Pod, what: str, name: str) -> float:
 def test_a_sidecar_ends_after_all_main_containers_and_after_the_sidecars_behind_it(
     run: Runs,
 ) -> None:
+    def after(own: str, other: str, then: str) -> str:
+        """Ends when the other has been told to end too."""
+        return f"trap 'touch /v/{own}; {waits(f'/v/{other}')}; {then}' TERM; sleep 1000 & wait"
+
+    mounts = {"volumeMounts": [{"name": "v", "mountPath": "/v"}]}
     pod = running(
         run(
-            [shell("quick", HEEDS), shell("slow", lasts(1.5))],
+            [
+                shell("quick", after("quick", "slow", "exit 0"), **mounts),
+                shell("slow", after("slow", "quick", "sleep 1.5; exit 0"), **mounts),
+            ],
             [sidecar("outer", HEEDS), sidecar("inner", lasts(1.2))],
-            terminationGracePeriodSeconds=20,
+            terminationGracePeriodSeconds=60,
+            volumes=[{"name": "v", "emptyDir": {}}],
         )
     )
     began = pod.timeline.now()
     pod.delete()
     pod.wait()
-    assert max(at(pod, "SIGTERM", name) for name in ("quick", "slow")) - began < 0.5, "at once"
+    codes = {name: each.last.exit_code for name, each in pod.containers.items()}
+    assert codes == dict.fromkeys(codes, 0), "the main containers were told at once"
     assert at(pod, "SIGTERM", "inner") - began >= 1.5
     assert at(pod, "SIGTERM", "outer") - at(pod, "SIGTERM", "inner") >= 1.2
-    assert grace(pod, "slow") == "20 s of grace"
-    assert grace(pod, "inner") == "19 s of grace", "what was waited, in whole seconds, is off"
-    assert grace(pod, "outer") == "18 s of grace"
+    assert grace(pod, "slow") == "60 s of grace"
+    assert seconds(pod, "inner") <= 59, "what was waited, in whole seconds, is off"
+    assert seconds(pod, "outer") <= 58
+    for name in ("inner", "outer"):
+        assert 60 - seconds(pod, name) <= at(pod, "SIGTERM", name) - began, "and no more"
 
 
 def test_a_main_container_that_uses_all_of_the_grace_leaves_the_sidecar_two_seconds(
@@ -63,10 +88,11 @@ def test_a_main_container_that_uses_all_of_the_grace_leaves_the_sidecar_two_seco
     pod.delete()
     assert pod.wait() == "Failed"
     assert pod.containers["main"].last.exit_code == 137
-    assert at(pod, "SIGKILL", "main") - began == pytest.approx(3, abs=0.6)
+    assert at(pod, "SIGKILL", "main") - at(pod, "SIGTERM", "main") >= 3
     assert grace(pod, "side") == "2 s of grace"
-    assert at(pod, "SIGTERM", "side") - began == pytest.approx(3, abs=0.6)
-    assert at(pod, "SIGKILL", "side") - began == pytest.approx(5, abs=0.6)
+    assert at(pod, "SIGTERM", "side") - began >= 3
+    assert at(pod, "SIGKILL", "side") - at(pod, "SIGTERM", "side") >= 2
+    assert at(pod, "SIGKILL", "side") - began < 50
     assert pod.containers["side"].last.exit_code == 137
 
 
@@ -76,40 +102,42 @@ def test_the_hooks_of_all_containers_run_at_once_and_eat_of_their_grace(run: Run
 
     pod = running(
         run(
-            [shell("main", HEEDS, lifecycle=hook("sleep 1.3; echo main > /proc/1/fd/1"))],
+            [shell("main", HEEDS, lifecycle=hook("sleep 5; echo main > /proc/1/fd/1"))],
             [
                 sidecar("side", HEEDS, lifecycle=hook("echo side > /proc/1/fd/1; sleep 0.2")),
                 sidecar("hangs", HEEDS, lifecycle=hook("sleep 1000")),
                 sidecar("fails", HEEDS, lifecycle=hook("exit 3")),
                 sidecar("sleeps", HEEDS, lifecycle={"preStop": {"sleep": {"seconds": 1}}}),
             ],
-            terminationGracePeriodSeconds=4,
+            terminationGracePeriodSeconds=12,
         )
     )
     began = pod.timeline.now()
     pod.delete()
     pod.wait()
+    first = min(at(pod, "SIGTERM", name) for name in pod.containers)
     for name in pod.containers:
-        assert at(pod, "preStop", name) - began < 0.5, "the only notice before SIGTERM"
-    assert at(pod, "SIGTERM", "main") - began == pytest.approx(1.3, abs=0.6)
-    assert grace(pod, "main") == "3 s of grace"
+        assert at(pod, "preStop", name) < first, "the only notice before SIGTERM"
+    assert at(pod, "SIGTERM", "main") - began >= 5
+    assert 2 <= seconds(pod, "main") <= 7
     assert pod.output("main") == "main\n"
     assert pod.output("side") == "side\n"
     assert pod.timeline.only("preStop failed", container="fails").detail == "exit code 3"
     assert pod.timeline.only("preStop failed", container="hangs").detail == "timed out"
     assert grace(pod, "hangs") == "2 s of grace"
-    assert at(pod, "SIGTERM", "hangs") - began == pytest.approx(4, abs=0.6)
+    assert at(pod, "SIGTERM", "hangs") - began >= 12
     assert grace(pod, "side") == "2 s of grace", "it waited for the one that hung"
 
 
 def test_a_hook_by_http_is_sent_from_the_node_and_the_container_goes_on(run: Runs) -> None:
     get = {"httpGet": {"path": "/200/prestop", "port": "page"}}
     side = {**server(8080, lifecycle={"preStop": get}), "restartPolicy": "Always"}
-    probe = {"httpGet": {"path": "/204", "port": 8080}, "periodSeconds": 1, "failureThreshold": 9}
-    pod = running(run([shell("main", lasts(1))], [{**side, "startupProbe": probe}]))
+    inits = [{**side, "startupProbe": answers("/204")}]
+    pod = running(run([shell("main", lasts(1))], inits, terminationGracePeriodSeconds=60))
     pod.delete()
     pod.wait()
-    assert at(pod, "preStop", "server") < at(pod, "SIGTERM", "server") - 0.8
+    assert at(pod, "preStop", "server") < at(pod, "SIGTERM", "server")
+    assert at(pod, "SIGTERM", "server") - at(pod, "SIGTERM", "main") >= 1
     assert "/200/prestop" in pod.output("server")
     assert not pod.timeline.of("preStop failed")
     assert pod.containers["server"].last.exit_code == 0
@@ -128,8 +156,8 @@ def test_an_evicted_pod_has_two_seconds_whatever_it_asked_for(run: Runs) -> None
     assert pod.wait() == "Failed"
     assert pod.reason == "Evicted"
     assert grace(pod, "main") == grace(pod, "side") == "2 s of grace"
-    assert at(pod, "SIGTERM", "side") - began == pytest.approx(1, abs=0.6), "waits while it may"
-    assert pod.timeline.only("gone").at - began < 4.5
+    assert at(pod, "SIGTERM", "side") - began >= 1, "waits while it may"
+    assert pod.timeline.only("gone").at - began < 60
 
 
 def test_a_deletion_can_shorten_the_grace(run: Runs) -> None:
@@ -138,20 +166,23 @@ def test_a_deletion_can_shorten_the_grace(run: Runs) -> None:
     pod.delete(grace=3)
     pod.wait()
     assert grace(pod, "main") == "3 s of grace"
-    assert pod.timeline.only("gone").at - began < 5
+    assert pod.timeline.only("gone").at - began < 60
 
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_when_the_work_is_done_sidecars_get_all_of_the_grace_and_their_exit_codes_do_not_count(
     run: Runs, code: int
 ) -> None:
-    pod = run(
-        [shell("main", f"sleep 0.5; exit {code}")],
-        [sidecar("side", lasts(3, code=1 - code))],
-        terminationGracePeriodSeconds=9,
+    pod = running(
+        run(
+            [shell("main", f"{waits('/go')}; exit {code}")],
+            [sidecar("side", lasts(3, code=1 - code))],
+            terminationGracePeriodSeconds=60,
+        )
     )
+    pod.execute("main", "touch", "/go")
     assert pod.wait() == ("Succeeded" if code == 0 else "Failed")
-    assert grace(pod, "side") == "9 s of grace"
+    assert grace(pod, "side") == "60 s of grace"
     assert pod.containers["side"].last.exit_code == 1 - code
     assert at(pod, "ended", "side") - at(pod, "SIGTERM", "side") >= 3
 
@@ -159,10 +190,11 @@ def test_when_the_work_is_done_sidecars_get_all_of_the_grace_and_their_exit_code
 def test_a_plain_container_keeps_a_pod_from_being_done_until_it_exits_by_itself(
     run: Runs,
 ) -> None:
-    pod = run([shell("main", "true"), shell("beside", "sleep 1.5")], restartPolicy="OnFailure")
+    pod = run([shell("main", "true"), shell("beside", waits("/go"))], restartPolicy="OnFailure")
     pod.until(lambda: pod.containers["main"].ends, what="main has ended")
     assert pod.phase == "Running"
     assert not pod.gone.is_set()
+    pod.execute("beside", "touch", "/go")
     assert pod.wait() == "Succeeded"
     assert not pod.timeline.of("SIGTERM")
 

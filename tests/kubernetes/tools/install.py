@@ -27,9 +27,12 @@ from pathlib import Path
 from tests.kubernetes.tools.machine import (
     AUTHORITIES,
     ROOT,
+    SIDECAR,
     TOOLS,
+    TRAINER,
     build_sidecar,
     build_trainer,
+    forget_older,
     podman,
 )
 
@@ -236,8 +239,8 @@ def images() -> None:
     """The sidecar's image, and one for trainers."""
     with step("images"):
         podman("image", "prune", "--force", "--filter=until=24h")
-        build_sidecar()
-        build_trainer()
+        forget_older(SIDECAR, build_sidecar())
+        forget_older(TRAINER, build_trainer())
 
 
 STEPS = (programs, clients, system, settings, since_boot, base)

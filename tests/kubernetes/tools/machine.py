@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -67,6 +68,8 @@ def podman(
 def build(name: str, *arguments: str | os.PathLike[str], stdin: str | None = None) -> str:
     """Build an image of this name from the stand-in base; what has not changed is not repeated.
 
+    Returns a name of its own for what was built: ``name`` is given anew by another run beside.
+
     The host's network, authorities and index of packages are lent to the build and left out of
     the image.
     """
@@ -74,17 +77,33 @@ def build(name: str, *arguments: str | os.PathLike[str], stdin: str | None = Non
     lent += [f"--volume={TOOLS / 'pip.conf'}:/etc/pip.conf:ro"]
     if AUTHORITIES.exists():
         lent += [f"--volume={AUTHORITIES}:{AUTHORITIES}:ro"]
-    podman("build", *lent, "--tag", name, *arguments, timeout=900, stdin=stdin)
-    return name
+    with tempfile.TemporaryDirectory() as folder:
+        number = Path(folder) / "id"
+        lent += [f"--iidfile={number}", f"--tag={name}"]
+        podman("build", *lent, *arguments, timeout=900, stdin=stdin)
+        built = number.read_text().strip()
+    own = f"{name}-{built.removeprefix('sha256:')[:16]}"
+    podman("tag", built, own)
+    return own
+
+
+def forget_older(name: str, current: str) -> None:
+    """Take from images that were built as ``name`` over a day ago their own names."""
+    told = podman("images", "--format={{.Repository}}:{{.Tag}} {{.Created}}", "--noheading").stdout
+    for line in told.splitlines():
+        own, _, age = line.partition(" ")
+        old = any(word in age for word in ("day", "week", "month", "year"))
+        if old and own.startswith(f"{name}-") and own != current:
+            podman("rmi", own, check=False)
 
 
 def build_sidecar() -> str:
-    """The image of the ``Dockerfile``; its name."""
+    """The image of the ``Dockerfile``; a name that it keeps."""
     return build(SIDECAR, ROOT)
 
 
 def build_trainer() -> str:
-    """An image that trains with what :func:`trainer_mounts` lends it; its name.
+    """An image that trains with what :func:`trainer_mounts` lends it; a name that it keeps.
 
     An interpreter that lies in root's home must be reached by other users.
     """
