@@ -36,7 +36,6 @@ from ds_ckpt_sidecar.observe.report import AgentState, Reporter
 from ds_ckpt_sidecar.observe.termination import TerminationMessage
 from ds_ckpt_sidecar.order import Rate, first_in_hurry
 from ds_ckpt_sidecar.outbox import Outbox, watch
-from ds_ckpt_sidecar.priority import stand_back
 from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_sidecar.syncer import LONGEST_BACKOFF, Syncer
 from ds_ckpt_sidecar.telling import Reports, Telling
@@ -233,8 +232,6 @@ class Agent:
         if lock is None:
             return 1 if once else 0
         self._health.started = True
-        if self._settings.priority == "low":
-            stand_back(self._log)
         stop_watching: Callable[[], None] = lambda: None  # noqa: E731
         journal: Journal | None = None
         try:

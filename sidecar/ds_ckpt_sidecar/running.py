@@ -19,6 +19,7 @@ from ds_ckpt_sidecar import doctor
 from ds_ckpt_sidecar.agent import Agent
 from ds_ckpt_sidecar.observe.log import Log, make_log
 from ds_ckpt_sidecar.observe.termination import TerminationMessage, compose, default_path
+from ds_ckpt_sidecar.priority import stand_back
 from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_sidecar.telling import Reports
 from ds_ckpt_store.contract.filesystem import Filesystem
@@ -47,6 +48,8 @@ def run_agent(settings: AgentSettings, *, once: bool) -> int:
     """
     log = make_log(settings.log_format)
     volume = Volume(settings.volume, Filesystem())
+    if settings.priority == "low":
+        stand_back(log)  # before any thread begins: each inherits it
     with contextlib.ExitStack() as stack:
         stack.enter_context(_signals_held())
         with explained(settings.termination_log):

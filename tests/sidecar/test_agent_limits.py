@@ -237,7 +237,7 @@ def test_a_request_that_is_never_answered_is_said(trainer: Trainer) -> None:
 def test_low_priority_is_taken_by_all_threads(trainer: Trainer, tmp_path: Path) -> None:
     trainer.save("t", {"x": 10})
     destination = (tmp_path / "store").as_uri()
-    options = ("--priority", "low", "--rescan-seconds", "60")
+    options = ("--priority", "low", "--rescan-seconds", "60", "--listen", "127.0.0.1:0")
     with agent_process(tmp_path / "log", trainer.volume.path, destination, *options) as agent:
         agent.wait_for("save.committed")
         tasks = Path(f"/proc/{agent.process.pid}/task")
