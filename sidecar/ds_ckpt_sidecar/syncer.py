@@ -143,11 +143,15 @@ class Syncer:
         """One line for each save of this volume that is no checkpoint, the newest first."""
         saves = {**self._saves, **self._lost}
         lines = [
-            f"{save.manifest.tag}: {save.state}, {_why(save)}"
+            f"{save.manifest.tag}: {save.state}, {_why(save)}{self._outdated(save)}"
             for _, save in sorted(saves.items(), reverse=True)
             if save.state not in ("committed", "cleaned")
         ]
         return [*lines, *(f"{name}: not taken, {reason}" for name, reason in self._bad.items())]
+
+    def _outdated(self, save: Save) -> str:
+        is_old = save.manifest.time_ms < self._newest_committed[0]
+        return "; a newer checkpoint is durable" if is_old else ""
 
     def refused(self) -> dict[str, str]:
         """Files of the outbox that are not taken, each with the reason."""

@@ -146,6 +146,21 @@ def test_with_two_seconds_of_grace_it_ends_in_time_and_says_what_is_lost(stage: 
     assert "not durable: new: uploading, 0 of 1 MiB are stored" in stage.said()
 
 
+def test_what_is_left_of_a_save_that_a_newer_one_has_outdated_is_said_to_be_so(
+    stage: Stage,
+) -> None:
+    stage.save("old", 9000)
+    stage.save("new", 300)
+    player = stage.agent(drain_seconds=4.0)
+    stage.at(2, player.agent.stop)
+    stage.play(60)
+    assert player.code == 1
+    assert stage.committed() == ["new"]
+    (line,) = [line for line in stage.said().splitlines() if line.startswith("not durable")]
+    assert line.startswith("not durable: old: uploading")
+    assert line.endswith("; a newer checkpoint is durable")
+
+
 # ---- the early notice
 
 

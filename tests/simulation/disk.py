@@ -297,9 +297,6 @@ class SimFilesystem(Filesystem):
     def space(self, path: str) -> Space:
         return Space(self.disk.capacity, 0 if self.disk.full else self.disk.capacity // 2)
 
-    def may_change(self, path: str) -> bool:
-        return True
-
     # ---- writing
 
     def make_folder(self, path: str) -> None:

@@ -246,10 +246,6 @@ class Filesystem:
         usage = shutil.disk_usage(path)
         return Space(usage.total, usage.free)
 
-    def may_change(self, path: str) -> bool:
-        """Whether this process may look into a folder, and make and remove names in it."""
-        return os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=True)
-
     # ---- writing
 
     def make_folder(self, path: str) -> None:

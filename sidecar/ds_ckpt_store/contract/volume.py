@@ -121,13 +121,6 @@ class Volume:
                     "touched; find out who made it, and remove it"
                 )
 
-    def unchangeable(self) -> list[str]:
-        """Folders in which a sidecar must make or remove names, and this process may not."""
-        folders = (self.path, self.own, self.outbox, self.links, self.status)
-        return [
-            path for path in folders if self.fs.is_folder(path) and not self.fs.may_change(path)
-        ]
-
     def node_id(self, *, durable: bool = True) -> str:
         """This volume's node id; whoever comes first makes it.
 

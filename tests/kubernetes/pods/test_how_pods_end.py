@@ -67,7 +67,7 @@ def test_a_pod_that_is_deleted_in_mid_upload_makes_it_durable_within_its_grace(
     pod.delete()
     pod.until(lambda: scene.timeline.of("SIGTERM", container=SIDECAR), what="it is told to end")
     scene.link.limit(SLOW)
-    pod.wait(300)
+    pod.wait(120)
     assert pod.containers[TRAINER].last.exit_code == 143
     assert pod.containers[SIDECAR].last.exit_code == 0
     sigterm = scene.timeline.only("SIGTERM", container=SIDECAR)
