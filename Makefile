@@ -45,12 +45,15 @@ SERVERS_STAMP := $(SERVERS)/.installed-$(subst *,x,$(SWIFT)-$(NODE)-$(AZURITE))
 # What the tests of image, chart and pods need beyond: tests/kubernetes/tools/install.py.
 KUBERNETES := .kubernetes
 
+# What the tests of metrics, alerts, dashboard and status page need: tests/observability/tools.
+OBSERVABILITY := .observability
+
 BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help venv servers test simulate mutants soak lint format demo bench bench-venv clean
-.PHONY: image image-lock k8s-tools test-k8s
+.PHONY: image image-lock k8s-tools test-k8s observability-tools test-observability
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -91,7 +94,7 @@ $(SERVERS_STAMP):
 
 test: $(STAMP) $(SERVERS_STAMP) ## the tests; ARGS="-k restore -x" picks some
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		--ignore=tests/kubernetes $(ARGS)
+		--ignore=tests/kubernetes --ignore=tests/observability $(ARGS)
 
 test-k8s: $(STAMP) $(SERVERS_STAMP) k8s-tools ## the tests of image, chart and pods; as root
 	@$(PYTHON) -m tests.kubernetes.tools.install images
@@ -99,6 +102,12 @@ test-k8s: $(STAMP) $(SERVERS_STAMP) k8s-tools ## the tests of image, chart and p
 
 k8s-tools: ## podman and helm for these tests, in .kubernetes, and by apt
 	@$(PYTHON) -m tests.kubernetes.tools.install
+
+test-observability: $(STAMP) observability-tools ## metrics, alerts, dashboard, status page, live
+	$(BIN)/python -m pytest --durations=5 tests/observability $(ARGS)
+
+observability-tools: ## Prometheus, Alertmanager, Chromium: in .observability, and by apt
+	@$(PYTHON) -m tests.observability.tools.install
 
 # The hash seed makes the order of sets, and so a run, the same again.
 simulate: $(STAMP) ## whole jobs from seeds, in a simulated world; RUNS=10000 SEED=7
@@ -161,6 +170,7 @@ image-lock: ## image/*.txt: the versions that the image holds, the newest that f
 	$(LOCK) pyproject.toml --extra sidecar --output-file image/requirements.txt
 
 clean: ## remove the virtual environment, caches and build results
-	rm -rf $(VENV) $(BENCH) $(SERVERS) $(KUBERNETES) build dist ./*.egg-info .demo .coverage
+	rm -rf $(VENV) $(BENCH) $(SERVERS) $(KUBERNETES) $(OBSERVABILITY)
+	rm -rf build dist ./*.egg-info .demo .coverage
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
