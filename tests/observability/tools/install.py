@@ -1,8 +1,9 @@
 """Sets a machine up for the tests of what the agent shows: ``make observability-tools``.
 
 Prometheus, promtool and Alertmanager are unpacked from Debian's packages into ``.observability/``,
-so that no service is set up, let alone started. Chromium needs libraries and is installed by apt,
-with a font. What is there is not done again; a program that is on PATH is used as it is.
+so that no service is set up, let alone started; only the template that Alertmanager looks for at
+a fixed place is put there. Chromium needs libraries and is installed by apt, with a font. What is
+there is not done again; a program that is on PATH is used as it is.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SERVERS = {
     "promtool": ("prometheus", "promtool"),
     "alertmanager": ("prometheus-alertmanager", "prometheus-alertmanager"),
 }
+TEMPLATES = Path("/usr/share/prometheus/alertmanager")
 BROWSER = ("chromium", "fonts-dejavu-core")
 
 
@@ -102,14 +104,27 @@ def servers(missing: set[str]) -> None:
         shutil.rmtree(folder)
 
 
+def need_root(what: str) -> None:
+    """End if somebody else runs this."""
+    if os.geteuid():
+        sys.exit(
+            f"observability-tools: {what} is missing, and only root can put it there: run "
+            "`sudo make observability-tools`"
+        )
+
+
+def templates() -> None:
+    """Debian's Alertmanager does not start without its template, which is not in the program."""
+    unpacked = TOOLS / "debian" / TEMPLATES.relative_to("/")
+    if unpacked.exists() and not TEMPLATES.exists():
+        need_root(str(TEMPLATES))
+        shutil.copytree(unpacked, TEMPLATES)
+
+
 def browser() -> None:
     """Install Chromium with all that it needs."""
     name = BROWSER[0]
-    if os.geteuid():
-        sys.exit(
-            f"observability-tools: {name} is missing, and only root can install it: run "
-            f"`sudo make observability-tools`, or `sudo apt-get install {' '.join(BROWSER)}`"
-        )
+    need_root(name)
     with step(f"Debian's packages, installed: {', '.join(BROWSER)}"):
         apt("install", "--yes", "--no-install-recommends", *BROWSER)
         if not has(name):
@@ -125,6 +140,7 @@ def main() -> None:
             apt("update")
     if missing & SERVERS.keys():
         servers(missing & SERVERS.keys())
+    templates()
     if BROWSER[0] in missing:
         browser()
 
