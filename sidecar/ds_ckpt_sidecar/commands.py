@@ -119,6 +119,13 @@ def agent(
         typer.Option(help="MiB that all requests together may hold (default: 32)."),
     ] = None,
     bandwidth: Bandwidth = None,
+    volume_limit: Annotated[
+        str | None,
+        typer.Option(
+            help="What the volume may hold before the pod is evicted, like 200Gi (default: none).",
+            metavar="SIZE",
+        ),
+    ] = None,
     stall_seconds: StallSeconds = None,
     page_cache: Annotated[
         PageCache | None,
@@ -196,6 +203,7 @@ def agent(
                 part_mib=part_mib,
                 memory_mib=memory_mib,
                 bandwidth=bandwidth,
+                volume_limit=volume_limit,
                 stall_seconds=stall_seconds,
                 page_cache=page_cache.value if page_cache else None,
                 priority=priority.value if priority else None,

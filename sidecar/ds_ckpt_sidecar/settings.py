@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from decimal import Decimal
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
@@ -29,25 +32,73 @@ StallSeconds = Annotated[
     Field(ge=1, le=3600, description="a request on which nothing moves for so long is given up"),
 ]
 DEFAULT_MEMORY_MIB = 32
+_NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?")
+_WITH_UNIT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(?P<unit>[a-zA-Z]+)")
 
 
 def _rate(value: object) -> object:
     """``500MiB``, ``2GB``, ``1048576``, each also with ``/s``; ``none`` is 0, no limit."""
     if not isinstance(value, str):
         return value
-    text = value.strip().removesuffix("/s").strip()
-    if text.lower() in ("none", "0"):
-        return 0
     try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
-    except (ValidationError, OverflowError):
+        return _bytes(value.strip().removesuffix("/s").strip())
+    except ValueError:
         raise ValueError(
             f"{value!r} is no bandwidth: write bytes per second like 500MiB, 2GB or 1048576, or "
             "none"
         ) from None
 
 
+def _limit(value: object) -> object:
+    """A quantity as Kubernetes writes it: ``200Gi``, ``500G``, ``1e9``; ``none`` is 0, no limit."""
+    if not isinstance(value, str):
+        return value
+    try:
+        # What ends in m is millions to ByteSize, and thousandths to Kubernetes.
+        return _bytes("" if value.strip().endswith("m") else value.strip())
+    except ValueError:
+        raise ValueError(
+            f"{value!r} is no size of a volume: write what its sizeLimit says, like 200Gi, 500G or "
+            "1073741824, or none"
+        ) from None
+
+
+def _bytes(text: str) -> int:
+    """A number of bytes, with a unit or an exponent; ``none`` is 0.
+
+    Raises:
+        ValueError: it is none, or not a whole number; no more is said.
+    """
+    if text.lower() == "none":
+        return 0
+    if _NUMBER.fullmatch(text):
+        number = Decimal(text)
+        if number != int(number):
+            raise ValueError(text)
+        return int(number)
+    if not (found := _WITH_UNIT.fullmatch(text)):
+        raise ValueError(text)
+    # ByteSize alone is no judge: it takes what it knows from the beginning of a text.
+    unit = re.sub("(?i)^([kmgtpe]i)$", r"\1B", found["unit"])
+    try:
+        size = int(TypeAdapter(ByteSize).validate_python(found["number"] + unit))
+    except (ValidationError, OverflowError):
+        raise ValueError(text) from None
+    if not size and Decimal(found["number"]):
+        raise ValueError(text)
+    return size
+
+
+def _is_no_typo(value: int) -> int:
+    if 0 < value < MIB:
+        raise ValueError(f"{value} bytes is too little for a volume: is a unit like Gi missing?")
+    return value
+
+
 Rate = Annotated[Bandwidth, BeforeValidator(_rate)]
+VolumeLimit = Annotated[
+    int, Field(ge=0, lt=1 << 63), AfterValidator(_is_no_typo), BeforeValidator(_limit)
+]
 
 
 class AgentSettings(BaseSettings):
@@ -79,6 +130,10 @@ class AgentSettings(BaseSettings):
     ] = DEFAULT_MEMORY_MIB
     bandwidth: Annotated[
         Rate, Field(description="bytes per second at most; 0 or none: no limit")
+    ] = 0
+    volume_limit: Annotated[
+        VolumeLimit,
+        Field(description="bytes that the volume may hold before the pod is evicted; 0: no limit"),
     ] = 0
     stall_seconds: StallSeconds = STALL_SECONDS
     page_cache: Annotated[

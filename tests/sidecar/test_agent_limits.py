@@ -38,6 +38,9 @@ MIB = 1 << 20
         ("1048576", MIB),
         ("1.5 GiB/s", 3 << 29),
         ("200MiB/s", 200 * MIB),
+        ("500Mi", 500 * MIB),
+        ("5e+08", 500_000_000),
+        ("1E9", 10**9),
         ("none", 0),
         ("0", 0),
     ],
@@ -47,7 +50,26 @@ def test_a_bandwidth_is_written_as_people_write_it(text: str, rate: int, tmp_pat
     assert load(**where, bandwidth=text).bandwidth == rate
 
 
-@pytest.mark.parametrize("text", ["fast", "-1", "1e9", "500", "65535", "10 bananas", "inf", "nan"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fast",
+        "-1",
+        "1e30",
+        "500",
+        "65535",
+        "10 bananas",
+        "inf",
+        "nan",
+        "",
+        "5e+08MB",
+        "500MB and more",
+        "5+08",
+        "1e-3",
+        "0.0001KB",
+        "500M!",
+    ],
+)
 def test_a_bandwidth_that_makes_no_sense_is_refused_by_name(text: str, tmp_path: Path) -> None:
     where = {"volume": str(tmp_path), "destination": "file:///x"}
     with pytest.raises(SettingsError, match="DS_CKPT_BANDWIDTH"):
