@@ -372,6 +372,43 @@ BY_SCHEMA: list[tuple[str, Any, str]] = [
     ("kubernetesReports.enabled", "on", "boolean"),
 ]
 
+# What a template reads without asking whether it is there.
+NO_NULL = [
+    "workload",
+    "workload.kind",
+    "workload.nodes",
+    "workload.backoffLimit",
+    "workload.masterPort",
+    "trainer",
+    "agent",
+    "storeEnv",
+    "volume",
+    "volume.mountPath",
+    "volume.emptyDir",
+    "restore",
+    "restore.enabled",
+    "restore.resources",
+    "identity",
+    "credentials",
+    "credentials.secret",
+    "credentials.files",
+    "credentials.files.mountPath",
+    "serviceAccount",
+    "serviceAccount.create",
+    "kubernetesReports.enabled",
+    "image",
+    "image.repository",
+    "sidecar",
+    "sidecar.native",
+    "sidecar.port",
+    "sidecar.resources",
+    "sidecar.liveness.periodSeconds",
+    "pod",
+    "pod.terminationGracePeriodSeconds",
+    "networkPolicy",
+    "networkPolicy.egress",
+]
+
 
 def refusal(helm: Helm, values: Values, **options: Any) -> str:
     """What helm said, which must not render."""
@@ -407,6 +444,15 @@ def test_what_the_schema_refuses_names_the_value_and_what_is_allowed(helm: Helm)
         assert "specifications of the schema" in said, said
         assert any(place in said for place in places), (path, said)
         assert expected in said, (path, said)
+
+
+def test_null_is_refused_by_name_where_it_would_be_no_value(helm: Helm) -> None:
+    for path in NO_NULL:
+        said = refusal(helm, set_to(path, None))
+        parent, _, name = path.rpartition(".")
+        places = (f"{parent or '(root)'}: {name} is required", f"missing property '{name}'")
+        assert any(place in said for place in places), (path, said)
+        assert parent.replace(".", "/") in said.replace(".", "/"), (path, said)
 
 
 def test_a_setting_of_the_agent_is_given_in_one_place_only(helm: Helm) -> None:

@@ -70,6 +70,27 @@ def test_the_schema_knows_the_values_and_nothing_else() -> None:
     assert list(compare(DEFAULTS, SCHEMA, "")) == []
 
 
+def test_the_schema_requires_every_value_that_may_not_be_null() -> None:
+    """helm takes a value out that is null, and a template would read nothing."""
+
+    def nullable(schema: Mapping[str, Any]) -> bool:
+        if "$ref" in schema:
+            schema = SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]
+        return None in schema.get("enum", []) or "null" in schema.get("type", "")
+
+    def compare(schema: Mapping[str, Any], path: str) -> Iterator[str]:
+        needed = {name for name, each in schema["properties"].items() if not nullable(each)}
+        if not path:
+            needed -= FOR_PARENTS
+        for name in needed ^ set(schema.get("required", [])):
+            yield f"{path}.{name}"
+        for name, each in schema["properties"].items():
+            if "properties" in each:
+                yield from compare(each, f"{path}.{name}")
+
+    assert list(compare(SCHEMA, "")) == []
+
+
 def test_every_value_that_a_template_reads_is_there() -> None:
     """A misspelt value in a template is empty, and nothing else says so."""
     paths = {path for path, _ in leaves(DEFAULTS)}
