@@ -64,6 +64,11 @@ def of_rules(text: str | None = None) -> list[Expression]:
     ]
 
 
+def alerts_on(metric: str) -> list[str]:
+    """The alerts of the chart that look at one of our metrics."""
+    return [each.where for each in of_rules() if metric in each.selectors]
+
+
 def of_dashboard() -> list[Expression]:
     """Those of panels and annotations."""
     dashboard = json.loads(DASHBOARD.read_text())

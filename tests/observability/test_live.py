@@ -13,6 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from ds_ckpt_sidecar.observe.metrics import METRICS
 from tests.observability.expressions import (
     Expression,
+    alerts_on,
     of_dashboard,
     of_rules,
     of_variables,
@@ -21,7 +22,7 @@ from tests.observability.expressions import (
 from tests.observability.live.lab import NAMESPACE, RUN
 from tests.observability.live.monitoring import Series, program
 from tests.observability.live.scaling import LEAST_WINDOW, faster
-from tests.observability.live.story import OPENMETRICS, Story
+from tests.observability.live.story import LAG, OPENMETRICS, Story
 
 # The first test to ask for the run makes it.
 pytestmark = pytest.mark.timeout(420)
@@ -154,6 +155,22 @@ def test_an_expression_of_the_dashboard_moves(story: Story, expression: Expressi
 @pytest.mark.parametrize("expression", of_variables(), ids=str)
 def test_a_variable_of_the_dashboard_finds_values(story: Story, expression: Expression) -> None:
     assert over_all(story, expression.with_values(VARIABLES))
+
+
+@pytest.mark.parametrize("alert", alerts_on(LAG))
+def test_a_stopped_store_is_told_of_and_so_is_its_return(story: Story, alert: str) -> None:
+    """From the store through agent, Prometheus and Alertmanager to whoever is to be woken."""
+    stopped, back = story.events["store_stops"][0], story.events["store_is_back"][0]
+    firing = story.lab.receiver.heard(alert, "firing", stopped)
+    resolved = story.lab.receiver.heard(alert, "resolved", back)
+    assert firing
+    assert resolved
+    assert firing[0].when < back < resolved[0].when
+    for told in (firing[0], resolved[0]):
+        assert told.labels["run"] == RUN
+        assert told.labels["namespace"] == NAMESPACE
+        assert told.labels["pod"] in {node.name for node in story.lab.nodes}
+        assert told.annotations
 
 
 def test_the_exposition_passes_promtool(story: Story) -> None:

@@ -3,10 +3,13 @@
 A run of minutes cannot wait as long as a person at night should be let sleep. So of each rule
 
 * ``for`` and ``keep_firing_for`` become shorter by :data:`FASTER`,
-* and so do the floors in its expression: the numbers of seconds, written in full, which a wait must
-  exceed whatever the save interval is, and the windows of ``rate`` and its like.
+* so do the windows of ``rate`` and its like, and the times that stand in its expression as
+  plain numbers: floors that a wait must exceed whatever the save interval is, and how far ahead a
+  prediction looks. A plain number of :data:`LEAST_TIME` or more is such a time.
 
-Factors, and all numbers that are no times, stay; so do names, labels and annotations.
+* Groups are judged as often as Prometheus itself is told to.
+
+Factors (numbers beside ``*`` or ``/``), small numbers, names, labels and annotations stay.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ LEAST_WINDOW = 5
 """Seconds; a window must hold several scrapes, of which there is one a second."""
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_WINDOW = re.compile(r"(?<=\[)(\d+)([smhd])(?=[]:])")
+LEAST_TIME = 60
+_STRING = r'"[^"]*"|\'[^\']*\''
+_NUMBER = re.compile(rf"({_STRING})|(?<![\w.$\[:])(\d+)(?![\w.])")
+_WINDOW = re.compile(r"(?<=[\[:])(\d+)([smhd])(?=[]:])")
 
 
 def at_pace(text: str) -> str:
@@ -38,7 +44,16 @@ def at_pace(text: str) -> str:
 
 def faster(expression: str) -> str:
     """An expression with shorter windows and lower floors."""
-    return _WINDOW.sub(lambda match: shorter(match.group(), LEAST_WINDOW), expression)
+    shrunk = _WINDOW.sub(lambda match: shorter(match.group(), LEAST_WINDOW), expression)
+
+    def lower(match: re.Match[str]) -> str:
+        beside = shrunk[: match.start()].rstrip()[-1:], shrunk[match.end() :].lstrip()[:1]
+        number = match.group(2)
+        if number is None or int(number) < LEAST_TIME or {"*", "/"} & set(beside):
+            return match.group()
+        return f"{int(number) / FASTER:g}"
+
+    return _NUMBER.sub(lower, shrunk)
 
 
 def shorter(duration: str, least: int) -> str:

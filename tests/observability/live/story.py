@@ -18,6 +18,7 @@ from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.clock import system_random
 from ds_ckpt_store.contract.volume import Volume
 from tests.faultproxy import Fault
+from tests.observability.expressions import alerts_on
 from tests.observability.live.lab import SAVE_SECONDS, Lab, Node
 from tests.observability.live.monitoring import wait_until
 
@@ -25,6 +26,7 @@ PATIENCE = 60.0
 """Seconds that one thing may take, on a busy machine; most take two or three."""
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+LAG = "ds_ckpt_upload_lag_seconds"
 MIB = 1 << 20
 LEAST_ROOM = 24 * MIB
 MOST_BALLAST = 200 * MIB  # where the volume is no small filesystem
@@ -153,22 +155,21 @@ def save_is_skipped(lab: Lab) -> None:
 
 def store_stops(lab: Lab) -> None:
     """The store is gone while training goes on; meanwhile a shard of what waits is changed."""
+    began = time.time()
     lab.server.kill()
     lab.until('ds_ckpt_backlog_saves{pod="live-0"} >= 2', PATIENCE, "a backlog")
     change_a_shard(lab.nodes[0])
-    lab.until(
-        "min(ds_ckpt_agent_ready) == 0 or max(ds_ckpt_consecutive_failures) > 1",
-        PATIENCE,
-        "trouble",
-    )
+    await_alerts(lab, "firing", since=began)
 
 
 def store_is_back(lab: Lab) -> None:
     """It is there again, with all that it had."""
+    began = time.time()
     lab.server.start()
     lab.proxy.lead_to(*lab.server.address)
     lab.until("max(ds_ckpt_upload_lag_seconds) < 10", PATIENCE, "the backlog to be gone")
     lab.until('ds_ckpt_saves_decided_total{state="superseded"} > 0', PATIENCE, "a changed save")
+    await_alerts(lab, "resolved", since=began)
 
 
 def file_is_held(lab: Lab) -> None:
@@ -274,6 +275,18 @@ def room(path: Path) -> int:
     """Bytes that are free."""
     state = os.statvfs(path)
     return state.f_bavail * state.f_frsize
+
+
+def await_alerts(lab: Lab, status: str, *, since: float) -> None:
+    """Wait until the receiver has been told that each alert on the lag fires, or does not."""
+    names = alerts_on(LAG)
+    assert names, f"no alert looks at {LAG}"
+    for name in names:
+        wait_until(
+            lambda name=name: bool(lab.receiver.heard(name, status, since)),
+            PATIENCE,
+            f"{name} to be {status}",
+        )
 
 
 def change_a_shard(node: Node) -> None:
