@@ -53,7 +53,7 @@ BENCH_STAMP := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help venv servers test simulate mutants soak lint format demo bench bench-venv clean
-.PHONY: image image-lock k8s-tools test-k8s observability-tools test-observability
+.PHONY: docs image image-lock k8s-tools test-k8s observability-tools test-observability
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -128,6 +128,10 @@ lint: $(STAMP) ## ruff, mypy --strict and the walls between the packages
 format: $(STAMP) ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix-only
 	$(BIN)/ruff format
+
+docs: $(STAMP) ## documents that are made from the code: docs/metrics.md
+	$(BIN)/python -m ds_ckpt_sidecar.observe.metrics >docs/metrics.md.new
+	@mv docs/metrics.md.new docs/metrics.md
 
 demo: $(STAMP) ## train, lose everything, restore, resume; STORE=file|s3 ZERO=0|1|2|3
 	$(BIN)/ds-ckpt demo --store $(STORE) --zero-stage $(ZERO) $(ARGS)

@@ -12,7 +12,7 @@ import contextlib
 import os
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Protocol
 
@@ -33,14 +33,17 @@ from ds_ckpt_sidecar.local import LocalFiles
 from ds_ckpt_sidecar.observe.health import Health
 from ds_ckpt_sidecar.observe.log import Growing, Log
 from ds_ckpt_sidecar.observe.report import AgentState, Reporter
+from ds_ckpt_sidecar.observe.tally import Tally
 from ds_ckpt_sidecar.observe.termination import TerminationMessage
+from ds_ckpt_sidecar.observe.view import View, look
 from ds_ckpt_sidecar.order import Rate, first_in_hurry
-from ds_ckpt_sidecar.outbox import Outbox, watch
+from ds_ckpt_sidecar.outbox import Found, Outbox, watch
 from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_sidecar.syncer import LONGEST_BACKOFF, Syncer
 from ds_ckpt_sidecar.telling import Reports, Telling
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract.clock import Clock, SystemClock, system_random
+from ds_ckpt_store.contract.manifest import DocumentT, SaveStatus
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import (
     CkptError,
@@ -99,6 +102,7 @@ class Agent:
         message: the container's termination message, if there is one.
         reports: to the cluster, if there are any.
         examiner: asked at start, if there is one.
+        tally: counts.
 
     Raises:
         SettingsError: a setting cannot work with this store.
@@ -118,6 +122,7 @@ class Agent:
         message: TerminationMessage | None = None,
         reports: Reports | None = None,
         examiner: Examiner | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -138,10 +143,7 @@ class Agent:
         self._executor = executor or ThreadPoolExecutor(self._budget.fit, "part")
         self._failures = Growing(log, self._clock)
         self._reporter = Reporter(volume, self._clock, self._failures, __version__)
-        self._reporter.limits = lambda: {
-            "streams": self._budget.most,
-            "bandwidth": self._budget.bandwidth,
-        }
+        self._reporter.facts = self._facts
         self._limits = LimitsWatch(
             volume,
             self._budget,
@@ -152,6 +154,8 @@ class Agent:
         )
         self._rate = Rate(self._budget, self._clock)
         self._health = Health(self._clock, SILENT_SECONDS + 2 * settings.stall_seconds)
+        self._tally = tally or Tally()
+        self._tally.sent_bytes = lambda: self._budget.moved
         self._telling = Telling(message, reports)
         self._examiner = examiner
         self._ending = Ending(self._clock, settings.drain_seconds)
@@ -195,6 +199,23 @@ class Agent:
             "/readyz": self._health.why_not_ready,
             "/prestop": self.notice,
         }
+
+    def look(self) -> View:
+        """What a person wants to know of it."""
+        return look(
+            self._reporter.current,
+            self._readable(self._volume.trainer_status),
+            self._reporter.saves(),
+            self._clock.time(),
+            self._readable(self._volume.restored_from),
+        )
+
+    @staticmethod
+    def _readable(read: Callable[[], DocumentT | None]) -> DocumentT | None:
+        """A document of the volume, if there is one that can be read."""
+        with contextlib.suppress(InputError, OSError):
+            return read()
+        return None
 
     def cut_short(self) -> None:
         """It ends at once, in the middle of something: tell others what is not durable."""
@@ -250,12 +271,14 @@ class Agent:
             if self._examiner is not None:
                 self._examiner.volume()
             self._clear_up()
+            if self._settings.listen:
+                self._reporter.recall()
             path = self._settings.journal or self._volume.journal
             journal = self._journal = self._open_journal(path, self._warn_journal, self._clock)
             outbox = Outbox(self._volume, node)
             store = self._connect(once, node, lambda: _undecided(outbox, journal))
             if store is None:
-                return self._unreached(once, _undecided(outbox, journal))
+                return self._unreached(once, _tags(_undecided(outbox, journal)))
             if self._examiner is not None and not once:
                 self._examiner.store()
             self._syncer = self._build(store, journal, node)
@@ -283,6 +306,7 @@ class Agent:
             part_size=self._settings.part_bytes,
             clock=self._clock,
             keep_cached=self._settings.page_cache == "keep",
+            unlike=lambda _: self._tally.unlike(),
         )
         lifecycle = Lifecycle(
             volume=self._volume,
@@ -292,6 +316,7 @@ class Agent:
             reporter=self._reporter,
             log=self._log,
             clock=self._clock,
+            tally=self._tally,
             abandon_seconds=self._settings.abandon_seconds,
         )
         return Syncer(
@@ -306,6 +331,7 @@ class Agent:
             failures=self._failures,
             clock=self._clock,
             rng=self._rng,
+            tally=self._tally,
             heard=self._telling.heard,
             hurried=self._is_hurried,
         )
@@ -334,10 +360,10 @@ class Agent:
         except OSError as error:
             self._log.error("volume.not_cleared_up", error=str(error))
 
-    def _connect(self, once: bool, node: str, undecided: Callable[[], list[str]]) -> Store | None:
+    def _connect(self, once: bool, node: str, undecided: Callable[[], list[Found]]) -> Store | None:
         """Learn what the store really does, until it answers; None if it should exit instead."""
         tries = 0
-        self._telling.unreached("the store has not answered yet", undecided())
+        self._tell_unreached("the store has not answered yet", undecided())
         self._reporter.beat("starting", now=True, destination=self._settings.destination)
         # This loop is patient and says what is wrong; calls within it are to fail soon.
         clock = Impatient(self._clock, self._is_hurried, lambda: self._ending.over)
@@ -355,33 +381,59 @@ class Agent:
                 last = isinstance(error, WeakStoreError) or (once and tries >= ONCE_TRIES)
                 longest = 1.0 if self._ending.hurried else 60.0
                 delay = min(longest, 2.0**tries) * self._rng.uniform(0.5, 1.0)
+                kind = type(error).__name__
                 self._failures.error(
                     "probe",
                     "store.unavailable",
                     destination=self._settings.destination,
                     error=str(error),
-                    kind=type(error).__name__,
+                    kind=kind,
                     **({} if last else {"next_try_seconds": round(delay, 1)}),
                 )
-                self._reporter.error(str(error))
+                self._reporter.error(str(error), kind)
+                self._tally.failed(getattr(error, "operation", "probe"), kind)
                 self._refused = last and not once
                 self._health.unready = f"{'refused' if last else 'starting'}: {error}"
                 self._telling.failing(str(error), tries)
-                self._telling.unreached(str(error), undecided())
+                self._failed_passes = tries
+                self._tell_unreached(str(error), undecided())
                 self._reporter.beat(
                     "refused" if last else "starting",
                     now=True,
                     destination=self._settings.destination,
                 )
-                if last or self._is_vain(undecided()):
+                if last or self._is_vain(_tags(undecided())):
                     return None
                 self._wait(delay)
             else:
+                self._failed_passes = 0
                 self._failures.clear("probe")
                 self._log.info("store.probed", findings=findings.describe())
                 if findings.doubt() is not None:
                     self._log.warning("store.weak_proof", reason=findings.doubt())
                 return fitted
+
+    def _tell_unreached(self, why: str, undecided: Sequence[Found]) -> None:
+        """What lies on the volume while the store cannot be reached."""
+        self._telling.unreached(why, _tags(undecided))
+        for manifest in (each.manifest for each in undecided):
+            if manifest is not None:
+                files = (*manifest.shards, *manifest.companions)
+                self._reporter.save(
+                    SaveStatus(
+                        save_id=manifest.save_id,
+                        tag=manifest.tag,
+                        state="discovered",
+                        reason=why,
+                        time=self._clock.time(),
+                        saved_ms=manifest.time_ms,
+                        step=manifest.step,
+                        kind=manifest.kind,
+                        bytes_total=sum(file.size for file in files),
+                        shards_total=len(files),
+                        folder=manifest.folder,
+                    )
+                )
 
     def _is_vain(self, saves: list[str]) -> bool:
         """Whether to ask the store no more, which has not answered so far."""
@@ -461,8 +513,10 @@ class Agent:
             self._telling.ending()
 
     def _report(self, error: Exception) -> None:
-        self._failures.error("pass", "pass.failed", error=str(error), kind=type(error).__name__)
-        self._reporter.error(str(error))
+        kind = type(error).__name__
+        self._failures.error("pass", "pass.failed", error=str(error), kind=kind)
+        self._reporter.error(str(error), kind)
+        self._tally.failed(getattr(error, "operation", "pass"), kind)
         self._failed_passes += 1
         self._telling.failing(str(error), self._failed_passes)
 
@@ -630,6 +684,19 @@ class Agent:
         self._wake.clear()
         return self._ending.stopping
 
+    def _facts(self) -> dict[str, object]:
+        """What each heartbeat says beside what stands in the syncer."""
+        syncer = self._syncer
+        uploading = syncer is not None and syncer.current is not None
+        failures = syncer.failures() if syncer is not None else 0
+        return {
+            "streams": self._budget.most,
+            "bandwidth": self._budget.bandwidth,
+            "rate": self._rate.known if uploading else 0.0,
+            "unready": self._health.unready,
+            "failures": max(failures, self._failed_passes),
+        }
+
     def _need_syncer(self) -> Syncer:
         if self._syncer is None:
             raise RuntimeError("the agent was not started")
@@ -658,8 +725,9 @@ class Agent:
         """From any thread: a call to the store will be made again."""
         error = retry.error
         self._budget.heed(error)
-        self._reporter.error(f"{error}; tried again")
         kind = type(error).__name__
+        self._reporter.error(f"{error}; tried again", kind)
+        self._tally.failed(error.operation, kind)
         self._failures.warning(
             f"retry {error.operation} {kind}",
             "store.retried",
@@ -670,10 +738,10 @@ class Agent:
         )
 
 
-def _undecided(outbox: Outbox, journal: Journal) -> list[str]:
-    """Tags of what the trainer has handed over and is not known to be decided, the newest first.
+def _undecided(outbox: Outbox, journal: Journal) -> list[Found]:
+    """What the trainer has handed over and is not known to be decided, the newest first.
 
-    As far as it can be seen; what is no manifest goes by the name of its file.
+    As far as it can be seen.
     """
     found = []
     with contextlib.suppress(OSError):
@@ -682,5 +750,10 @@ def _undecided(outbox: Outbox, journal: Journal) -> list[str]:
     for each in reversed(found):
         known = journal.entry(each.manifest.save_id) if each.manifest is not None else None
         if known is None or known.state not in DECIDED:
-            undecided.append(each.manifest.tag if each.manifest is not None else each.name)
+            undecided.append(each)
     return undecided
+
+
+def _tags(undecided: Sequence[Found]) -> list[str]:
+    """What is no manifest goes by the name of its file."""
+    return [each.name if each.manifest is None else each.manifest.tag for each in undecided]

@@ -26,6 +26,7 @@ from typing import Protocol
 from ds_ckpt_sidecar.journal import Journal
 from ds_ckpt_sidecar.local import LocalFiles
 from ds_ckpt_sidecar.observe.log import Log
+from ds_ckpt_sidecar.observe.tally import ENDS, Tally, Timing
 from ds_ckpt_store.catalog import Catalog, Lease
 from ds_ckpt_store.contract import digest, names
 from ds_ckpt_store.contract.clock import Clock
@@ -39,7 +40,7 @@ from ds_ckpt_store.errors import (
     ShardChangedError,
 )
 from ds_ckpt_store.records import Intent, Receipt, Record, StoredFile
-from ds_ckpt_store.transfer.upload import LocalShard, Uploader
+from ds_ckpt_store.transfer.upload import LocalShard, Stored, Uploader
 
 DECIDED: frozenset[SaveState] = frozenset({"committed", "cleaned", "abandoned", "superseded"})
 _AS_HOPED = frozenset({"discovered", "uploading", "stored", "committed", "cleaned"})
@@ -56,10 +57,15 @@ class SaveReporter(Protocol):
 
 @dataclass
 class Save:
-    """One save on this volume: its manifest, and what this process knows of it."""
+    """One save on this volume: its manifest, and what this process knows of it.
+
+    Times are seconds since the epoch: ``published`` when its manifest was written, and None what
+    this process has not seen (:class:`~ds_ckpt_sidecar.observe.tally.Timing`).
+    """
 
     manifest: NodeManifest
     file_name: str
+    published: float = 0.0
     state: SaveState = "discovered"
     reason: str = ""
     receipt_put: bool = False
@@ -68,8 +74,15 @@ class Save:
     looked: float | None = None
     record: Record | None = None
     bytes_done: int = 0
+    shards_done: int = 0
+    begun: float | None = None
+    sent: float | None = None
+    stored: float | None = None
+    waiting_since: float = 0.0
+    durable_since: float = 0.0
     due: float = 0.0
     tries: int = 0
+    failure: str = ""
     told: bool = False
 
     @property
@@ -81,6 +94,11 @@ class Save:
     def bytes_left(self) -> int:
         """Bytes that are not known to be stored."""
         return 0 if self.receipt_put else max(0, self.bytes_total - self.bytes_done)
+
+    @property
+    def shards_total(self) -> int:
+        """Files that this node uploads."""
+        return len(self.manifest.shards) + len(self.manifest.companions)
 
     @functools.cached_property
     def bytes_total(self) -> int:
@@ -99,6 +117,7 @@ class Lifecycle:
         reporter: told of every state.
         log: one line per step.
         clock: time.
+        tally: counts.
         abandon_seconds: see :meth:`_give_up_waiting`.
     """
 
@@ -112,6 +131,7 @@ class Lifecycle:
         reporter: SaveReporter,
         log: Log,
         clock: Clock,
+        tally: Tally,
         abandon_seconds: float,
     ) -> None:
         self._volume = volume
@@ -122,6 +142,7 @@ class Lifecycle:
         self._reporter = reporter
         self._log = log
         self._clock = clock
+        self._tally = tally
         self._abandon_seconds = abandon_seconds
 
     # ---- states
@@ -135,6 +156,8 @@ class Lifecycle:
         if changed:
             say = self._log.info if state in _AS_HOPED else self._log.warning
             say(f"save.{state}", **self.facts(save), **({"reason": reason} if reason else {}))
+            if state in ENDS and not save.told:
+                self._tally.ended(state)
 
     def report(self, save: Save) -> None:
         """Write where a save stands."""
@@ -145,10 +168,17 @@ class Lifecycle:
                 state=save.state,
                 reason=save.reason,
                 time=self._clock.time(),
+                saved_ms=save.manifest.time_ms,
+                step=save.manifest.step,
+                kind=save.manifest.kind,
                 bytes_total=save.bytes_total,
                 bytes_done=min(save.bytes_done, save.bytes_total),
+                shards_total=save.shards_total,
+                shards_done=save.shards_done,
                 folder=save.manifest.folder,
                 waiting_for=list(save.waiting_for),
+                waiting_since=save.waiting_since,
+                durable_since=save.durable_since,
             )
         )
 
@@ -197,6 +227,7 @@ class Lifecycle:
                 self.enter(save, "quarantined", str(error))
                 return
             except ShardChangedError as error:
+                self._tally.unlike()
                 if not self._was_stored(save):
                     # Its bytes are gone: nobody can complete it, unless it was complete before.
                     reason = f"node {save.manifest.node}: {error}"
@@ -212,27 +243,38 @@ class Lifecycle:
         if save.receipt_put and manifest.node in self._catalog.receipt_nodes(save.save_id):
             return
         started = self._clock.monotonic()
-        save.bytes_done = self.bytes_known(save)
+        save.bytes_done, save.shards_done = self.bytes_known(save), 0
+        save.begun = save.begun or self._clock.time()
         self.enter(save, "uploading")
         proofs: set[str] = set()
 
         def progress(count: int) -> None:
             save.bytes_done += count
+            if save.bytes_done >= save.bytes_total:
+                save.sent = self._clock.time()
+            self._tally.sent(count)
             self.report(save)
+
+        def stored(shard: Stored) -> None:
+            save.shards_done += 1
+            proofs.add(shard.proof.value)
 
         done = self._uploader.upload(
             self._to_upload(manifest),
             self._journal.log(save.save_id),
             check=check,
             progress=progress,
-            stored=lambda stored: proofs.add(stored.proof.value),
+            stored=stored,
         )
         save.bytes_done = save.bytes_total
+        save.sent = save.sent or self._clock.time()
+        resumed = sum(shard.resumed_parts for shard in done)
+        self._tally.resumed(resumed)
         self._log.info(
             "save.uploaded",
             **self.facts(save),
             shards=len(done),
-            resumed_parts=sum(stored.resumed_parts for stored in done),
+            resumed_parts=resumed,
             proof=",".join(sorted(proofs)),
             seconds=round(self._clock.monotonic() - started, 3),
         )
@@ -245,7 +287,7 @@ class Lifecycle:
                 proof=",".join(sorted(proofs)),
             )
         )
-        save.receipt_put = True
+        save.receipt_put, save.stored = True, self._clock.time()
         self.enter(save, "stored")
 
     def _was_stored(self, save: Save) -> bool:
@@ -289,6 +331,7 @@ class Lifecycle:
             return found.record
         now = self._clock.monotonic()
         if save.looked is None:
+            save.waiting_since = self._clock.time()
             self._log.info("save.waiting", **self.facts(save), waiting_for=list(save.waiting_for))
         else:
             save.waited += min(now - save.looked, LONGEST_LOOK)
@@ -329,7 +372,9 @@ class Lifecycle:
             if save.state != "committed":
                 self._end_uploads(save)
                 self._journal.forget_work(save.save_id)
-                save.bytes_done = save.bytes_total
+                save.bytes_done, save.shards_done = save.bytes_total, save.shards_total
+                if not save.told:
+                    self._time(save)
                 self.enter(save, "committed")
             return
         self._withdraw(save)
@@ -339,6 +384,20 @@ class Lifecycle:
             self.enter(
                 save, "superseded" if superseded else "abandoned", superseded or record.reason
             )
+
+    def _time(self, save: Save) -> None:
+        """Note when a save became durable, and how long that took."""
+        save.durable_since = self._clock.time()
+        self._tally.committed(
+            Timing(
+                saved=save.manifest.time_ms / 1000,
+                published=save.published,
+                begun=save.begun,
+                sent=save.sent,
+                stored=save.stored,
+                committed=save.durable_since,
+            )
+        )
 
     def _withdraw(self, save: Save) -> None:
         """Remove what this node stored of a save that will never be a checkpoint."""

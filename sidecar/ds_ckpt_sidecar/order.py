@@ -53,6 +53,11 @@ class Rate:
         self._looks.clear()
         self._known = None
 
+    @property
+    def known(self) -> float:
+        """Bytes per second, as they were measured last; 0 if they never were."""
+        return self._known or 0.0
+
     def seconds(self, save: Save) -> float:
         """In which a save would be stored; 0 as long as nothing was measured."""
         if self._known is None:

@@ -18,12 +18,13 @@ from ds_ckpt_store.errors import ManifestError, UnknownSchemaError
 
 @dataclass(frozen=True)
 class Found:
-    """One file of the outbox: a manifest, or why it is none."""
+    """One file of the outbox: a manifest, or why it is none; when, in seconds, it was written."""
 
     name: str
     manifest: NodeManifest | None
     verdict: Literal["good", "bad", "newer", "unreadable"] = "good"
     reason: str = ""
+    written: float = 0.0
 
 
 class Outbox:
@@ -43,12 +44,12 @@ class Outbox:
                 continue
             known = self._read.get(name)
             if known is None or known[0] != state.identity or known[1].verdict == "unreadable":
-                known = (state.identity, self._judge(name))
+                known = (state.identity, self._judge(name, state.mtime_ns / 1e9))
             read[name] = known
         self._read = read
         return [found for _, found in read.values()]
 
-    def _judge(self, name: str) -> Found:
+    def _judge(self, name: str, written: float) -> Found:
         try:
             manifest = self._volume.manifest(name)
         except UnknownSchemaError as error:
@@ -60,7 +61,7 @@ class Outbox:
         if manifest.node != self._node:
             reason = f"it is of node {manifest.node}, and this volume is node {self._node}"
             return Found(name, None, "bad", reason)
-        return Found(name, manifest)
+        return Found(name, manifest, written=written)
 
 
 def watch(folder: str, wake: threading.Event, warn: Callable[[str], None]) -> Callable[[], None]:

@@ -17,21 +17,31 @@ from ds_ckpt_sidecar.lifecycle import DECIDED, RESTING, Lifecycle, Save
 from ds_ckpt_sidecar.local import LocalFiles
 from ds_ckpt_sidecar.observe.log import Growing, Log
 from ds_ckpt_sidecar.observe.report import AgentState, Reporter
+from ds_ckpt_sidecar.observe.tally import Tally
 from ds_ckpt_sidecar.outbox import Found, Outbox
 from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_store.catalog import Catalog, Lease
 from ds_ckpt_store.contract import access, names
 from ds_ckpt_store.contract.clock import Clock
-from ds_ckpt_store.contract.manifest import Restored, SaveState, SaveStatus, TrainerStatus
+from ds_ckpt_store.contract.manifest import (
+    NodeManifest,
+    Restored,
+    SaveState,
+    SaveStatus,
+    TrainerStatus,
+)
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import (
     CkptError,
+    CorruptionError,
     DamagedError,
     InputError,
     OwnershipError,
     PausedError,
+    StoreError,
     UnknownSchemaError,
 )
+from ds_ckpt_store.records import Record
 from ds_ckpt_store.retention import Retention
 
 LONGEST_BACKOFF = 60.0
@@ -56,6 +66,7 @@ class Syncer:
         failures: Growing,
         clock: Clock,
         rng: random.Random,
+        tally: Tally,
         heard: Callable[[Save, str], None],
         hurried: Callable[[], bool],
     ) -> None:
@@ -70,6 +81,7 @@ class Syncer:
         self._failures = failures
         self._clock = clock
         self._rng = rng
+        self._tally = tally
         self._heard = heard
         self._hurried = hurried
         self._outbox = Outbox(volume, node)
@@ -86,9 +98,10 @@ class Syncer:
         self._swept = False
         self._released = False
         self._newest_committed = (0, "", "")
+        self._newest_step: int | None = None
         self._looked_up = False
         self.current: Save | None = None
-        self.trouble = ""
+        self.trouble, self._trouble_kind = "", ""
 
     # ---- what a caller asks
 
@@ -106,7 +119,7 @@ class Syncer:
         self._looked_up = True
         if newest is not None and self._settings.run_id in ("", newest.run_id):
             self._run_id = self._run_id or newest.run_id
-            self._note_committed(newest.time_ms, newest.tag, newest.save_id)
+            self._note_committed(newest)
 
     def unfinished(self) -> list[Save]:
         """Saves of this volume that this sidecar can still do something for."""
@@ -160,6 +173,10 @@ class Syncer:
             for name, reason in self._bad.items()
         }
 
+    def failures(self) -> int:
+        """How often in a row the save that fares worst has failed."""
+        return max((s.tries for s in self.unfinished() if not s.waiting_for), default=0)
+
     def must_make_way(self, pick: Callable[[list[Save]], Save]) -> bool:
         """Whether another save than the one under way is to go first now.
 
@@ -195,6 +212,8 @@ class Syncer:
             newest_committed_ms=self._newest_committed[0],
             newest_committed_tag=self._newest_committed[1],
             newest_committed_save=self._newest_committed[2],
+            newest_committed_step=self._newest_step,
+            refused_manifests=len(self._bad),
             epoch=lease.epoch if lease else 0,
         )
 
@@ -222,25 +241,27 @@ class Syncer:
             return
         if not self._hurried():
             self._sweep(check)
-        self.trouble = self._try_all(pick, check)
+        self.trouble, self._trouble_kind = self._try_all(pick, check)
         self._sweep(check)
         if not self._hurried():
             self._tidy()
             self._retain(trainer, check)
         self._release(trainer)
-        self._reporter.error(self.trouble)
+        self._reporter.error(self.trouble, self._trouble_kind)
 
-    def _try_all(self, pick: Callable[[list[Save]], Save], check: Callable[[], None]) -> str:
-        """Try each save once, unless it is to rest; what the last one failed of."""
+    def _try_all(
+        self, pick: Callable[[list[Save]], Save], check: Callable[[], None]
+    ) -> tuple[str, str]:
+        """Try each save once, unless it is to rest; what the last one failed of, and its class."""
         soon = self._clock.monotonic() + self._longest_backoff()
-        troubled = ""
+        troubled = ("", "")
         todo = sorted(self.unfinished(), key=lambda save: save.save_id)
         while todo:
             save = pick(todo)
             todo.remove(save)
             save.due = min(save.due, soon)
             if save.due > self._clock.monotonic():
-                troubled = troubled or save.reason
+                troubled = troubled if troubled[0] else (save.reason, save.failure)
                 continue
             self.current = save
             try:
@@ -249,7 +270,7 @@ class Syncer:
                 raise
             except (CkptError, OSError) as error:
                 self._failed(save, error)
-                troubled = str(error)
+                troubled = (str(error), save.failure)
             else:
                 self._advanced(save)
                 if not self._hurried():
@@ -276,18 +297,21 @@ class Syncer:
         for save_id, save in list(self._saves.items()):
             if save.file_name not in there:
                 del self._saves[save_id]
-        self._bad = {name: why for name, why in self._bad.items() if name in there}
+                self._reporter.forget(save_id)
+        for name in [name for name in self._bad if name not in there]:
+            del self._bad[name]
+            self._reporter.forget(_status_id(name))
         self._forget_gone({name.split(".")[0] for name in there})
         for entry in found:
             if entry.manifest is None:
                 self._refuse(entry)
             elif entry.manifest.save_id not in self._saves:
                 self._bad.pop(entry.name, None)
-                save = Save(entry.manifest, entry.name)
+                save = Save(entry.manifest, entry.name, entry.written)
                 self._saves[save.save_id] = save
                 known = self._journal.entry(save.save_id)
                 if known is not None:
-                    save.told = known.state in ("committed", "cleaned")
+                    save.told = known.state in DECIDED
                     save.bytes_done = self._lifecycle.bytes_known(save)
                 else:
                     self._lifecycle.enter(save, "discovered")
@@ -313,10 +337,9 @@ class Syncer:
         state: SaveState = "quarantined" if entry.verdict == "bad" else "held"
         # A name on the volume may be any bytes; a status may be written under a save id alone.
         name = entry.name.encode(errors="backslashreplace").decode()
-        save_id = name.split(".")[0]
         self._log.warning(f"save.{state}", file=name, reason=entry.reason)
         status = SaveStatus(
-            save_id=save_id if names.is_save_id(save_id) else "unnamed",
+            save_id=_status_id(entry.name),
             state=state,
             reason=f"{name}: {entry.reason}",
             time=self._clock.time(),
@@ -376,6 +399,7 @@ class Syncer:
             self._saves, self._leases = {}, {}
             self._attempt, self._released, self._swept = "", False, False
             self._newest_committed, self._looked_up = (0, "", ""), False
+            self._newest_step = None
             self._discover()
         self._run_id = run_id
 
@@ -466,7 +490,7 @@ class Syncer:
         if committed:
             if self._catalog.point(committed[-1]):
                 self._log.info("latest.moved", tag=committed[-1].tag, folder=committed[-1].folder)
-            self._note_committed(committed[-1].time_ms, committed[-1].tag, committed[-1].save_id)
+            self._note_committed(committed[-1])
         for key, reason in self._catalog.damaged.items():
             self._log.error("record.damaged", key=key, reason=reason)
         self._swept = True
@@ -480,25 +504,31 @@ class Syncer:
         save.tries = save.tries + 1 if save.waiting_for else 0
         save.due = self._clock.monotonic() + (self._backoff(save.tries) if save.tries else 0.0)
         if save.state == "committed" and save.record is not None:
-            self._note_committed(save.manifest.time_ms, save.manifest.tag, save.save_id)
+            self._note_committed(save.manifest)
             self._retain_due = 0.0
         self._heard(save, "")
 
-    def _note_committed(self, time_ms: int, tag: str, save_id: str) -> None:
-        self._newest_committed = max(self._newest_committed, (time_ms, tag, save_id))
+    def _note_committed(self, saved: Record | NodeManifest) -> None:
+        known = (saved.time_ms, saved.tag, saved.save_id)
+        if known > self._newest_committed:
+            self._newest_committed, self._newest_step = known, saved.step
 
     def _failed(self, save: Save, error: CkptError | OSError) -> None:
         save.tries += 1
         delay = self._backoff(save.tries)
         save.due = self._clock.monotonic() + delay
-        save.reason = str(error)
+        save.reason, save.failure = str(error), type(error).__name__
+        operation = error.operation if isinstance(error, StoreError) else "save"
+        self._tally.failed(operation, save.failure)
+        if isinstance(error, CorruptionError):
+            self._tally.unlike()
         self._lifecycle.report(save)
         self._failures.error(
             save.save_id,
             "save.delayed",
             **self._lifecycle.facts(save),
             error=str(error),
-            kind=type(error).__name__,
+            kind=save.failure,
             next_try_seconds=round(delay, 1),
         )
         self._heard(save, str(error))
@@ -522,8 +552,9 @@ class Syncer:
             (save for save in self._saves.values() if save.state == "committed"),
             key=lambda save: (save.manifest.time_ms, save.save_id),
         )
-        kept = committed[len(committed) - min(self._settings.keep_local, len(committed)) :]
-        due = [s for s in self._saves.values() if s.state in DECIDED and s not in kept]
+        newest = committed[len(committed) - min(self._settings.keep_local, len(committed)) :]
+        kept = {save.save_id for save in newest}
+        due = [s for s in self._saves.values() if s.state in DECIDED and s.save_id not in kept]
         restored = self._passed_by(committed[-1]) if committed else None
         if not due and restored is None:
             return
@@ -609,6 +640,7 @@ class Syncer:
         retention = Retention(self._catalog, self._run_id, self._settings.keep_last, pause)
         source = {trainer.resumed_from} if trainer and trainer.resumed_from else set()
         done = retention.apply(lease, source, check)
+        self._tally.retained(len(done.deleted), done.objects)
         if done.deleted or done.purged:
             self._log.info(
                 "retention.applied",
@@ -636,6 +668,12 @@ class Syncer:
         )
         self._released = True
         self._log.info("lease.released", run_id=self._run_id, attempt=self._attempt)
+
+
+def _status_id(name: str) -> str:
+    """Under which a file of the outbox is reported: a status is written under a save id alone."""
+    save_id = name.encode(errors="backslashreplace").decode().split(".")[0]
+    return save_id if names.is_save_id(save_id) else "unnamed"
 
 
 def _why(save: Save) -> str:

@@ -6,6 +6,7 @@ said once in the log, and work goes on.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Literal
@@ -14,15 +15,24 @@ from ds_ckpt_sidecar.observe.log import Growing
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.manifest import SaveStatus, SidecarStatus
 from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import InputError
 
 KEPT_STATUSES = 1000
+REMEMBERED = 50
 HEARTBEAT_SECONDS = 2.0
+
+ENDED = frozenset({"committed", "cleaned", "superseded", "abandoned"})
 
 AgentState = Literal["starting", "standby", "running", "draining", "stopped", "refused"]
 
 
 class Reporter:
-    """Writes ``status/`` of one volume; progress and heartbeat at most every two seconds."""
+    """Writes ``status/`` of one volume; progress and heartbeat at most every two seconds.
+
+    Attributes:
+        current: the last heartbeat; may be read from any thread.
+        facts: gives what each heartbeat says beside what it is handed.
+    """
 
     def __init__(self, volume: Volume, clock: Clock, failures: Growing, version: str) -> None:
         self._volume = volume
@@ -32,8 +42,22 @@ class Reporter:
         self._last: dict[str, SaveStatus] = {}
         self._unwritten: dict[str, SaveStatus] = {}
         self._next_beat = 0.0
-        self._error: tuple[str, float] = ("", 0.0)
-        self.limits: Callable[[], dict[str, object]] = dict
+        self._gone: dict[str, SaveStatus] = {}
+        self._error: tuple[str, str, float] = ("", "", 0.0)
+        self.current: SidecarStatus | None = None
+        self.facts: Callable[[], dict[str, object]] = dict
+
+    def saves(self) -> list[SaveStatus]:
+        """Where each save stands, and the last that have left the volume; from any thread."""
+        return [*self._gone.values(), *self._last.values()]
+
+    def recall(self) -> None:
+        """What an earlier start wrote of saves that have left the volume since."""
+        for name in self._save_names()[-REMEMBERED:]:
+            with contextlib.suppress(InputError, OSError):
+                status = self._volume.save_status(name[: -len(".json")])
+                if status is not None and status.state in ENDED:
+                    self._gone[status.save_id] = status
 
     def save(self, status: SaveStatus) -> None:
         """Say where a save stands; progress within one state is written now and then."""
@@ -46,6 +70,7 @@ class Reporter:
             and (status.time - before.time < HEARTBEAT_SECONDS)
         ):
             return
+        self._gone.pop(status.save_id, None)
         self._last[status.save_id] = status
         self._unwritten[status.save_id] = status
         self._write_saves()
@@ -60,23 +85,33 @@ class Reporter:
             self._unwritable(error)
 
     def forget(self, save_id: str) -> None:
-        """A save is gone from this volume; its last status stays for a while."""
-        self._last.pop(save_id, None)
-        own = {"sidecar.json", "trainer.json"}
-        old = [
-            name
-            for name in self._volume.fs.names(self._volume.status)
-            if name not in own and not name.startswith(".")
-        ]
-        for name in old[:-KEPT_STATUSES]:
+        """A save is gone from this volume; its last status stays for a while.
+
+        Not that of one that was not decided: somebody else took its manifest.
+        """
+        last = self._last.pop(save_id, None)
+        old = self._save_names()[:-KEPT_STATUSES]
+        if last is not None and last.state in ENDED:
+            self._gone[save_id] = last
+            while len(self._gone) > REMEMBERED:
+                del self._gone[min(self._gone)]
+        elif last is not None:
+            old.append(f"{save_id}.json")
+        for name in old:
             try:
                 self._volume.fs.unlink(f"{self._volume.status}/{name}")
             except OSError as error:
                 self._unwritable(error)
 
-    def error(self, text: str) -> None:
-        """Remember the last error for the heartbeat; empty text says that all is well."""
-        self._error = (text, self._clock.time()) if text else ("", 0.0)
+    def _save_names(self) -> list[str]:
+        """Status files of saves, the oldest first."""
+        own = {"sidecar.json", "trainer.json"}
+        names = self._volume.fs.names(self._volume.status)
+        return [name for name in names if name not in own and not name.startswith(".")]
+
+    def error(self, text: str, kind: str = "") -> None:
+        """Remember the last error and its class for the heartbeat; no text: all is well."""
+        self._error = (text, kind, self._clock.time()) if text else ("", "", 0.0)
         self._next_beat = 0.0
 
     def beat(self, state: AgentState, *, now: bool = False, **values: object) -> None:
@@ -98,11 +133,13 @@ class Reporter:
                     "free_bytes": space.free,
                     "total_bytes": space.total,
                     "last_error": self._error[0],
-                    "last_error_time": self._error[1],
-                    **self.limits(),
+                    "last_error_kind": self._error[1],
+                    "last_error_time": self._error[2],
+                    **self.facts(),
                     **values,
                 }
             )
+            self.current = status
             self._volume.write_sidecar_status(status)
         except OSError as error:
             self._unwritable(error)

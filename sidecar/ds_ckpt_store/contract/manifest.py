@@ -285,21 +285,40 @@ class TrainerStatus(Document):
 
 
 class SaveStatus(Document):
-    """``status/<save_id>.json``: sidecar to trainer, where one save stands."""
+    """``status/<save_id>.json``: sidecar to trainer, where one save stands.
+
+    ``saved_ms`` is when it was saved, by the trainer's clock, and 0 for what is no manifest;
+    ``time``, ``waiting_since`` and ``durable_since`` are seconds since the epoch by the sidecar's,
+    the last two 0 while it is neither; ``shards`` count files that this node uploads.
+    """
 
     save_id: str
     tag: str = ""
     state: SaveState
     reason: str = ""
     time: float
+    saved_ms: TimeMs = 0
+    step: int | None = None
+    kind: str = ""
     bytes_total: int = 0
     bytes_done: int = 0
+    shards_total: int = 0
+    shards_done: int = 0
     folder: str = ""
     waiting_for: list[str] = []
+    waiting_since: float = 0.0
+    durable_since: float = 0.0
 
 
 class SidecarStatus(Document):
-    """``status/sidecar.json``: sidecar to trainer; heartbeat, backlog, space, error, limits."""
+    """``status/sidecar.json``: sidecar to trainer; heartbeat, backlog, space, error, limits.
+
+    ``unready`` says why it cannot store now; ``failures`` is how often in a row a pass, or a try of
+    the save that fares worst, has failed. Of the volume, ``limit_bytes`` is what it may hold before
+    the pod is evicted (0: no bound but its disk), ``high_water_bytes`` the most that was seen in
+    use, and ``unfreed_bytes`` what was removed and is kept by others. ``rate`` is bytes per second
+    of late, 0 while nothing moves.
+    """
 
     time: float
     pid: int
@@ -315,11 +334,22 @@ class SidecarStatus(Document):
     newest_committed_ms: TimeMs = 0
     newest_committed_tag: str = ""
     newest_committed_save: str = ""
+    newest_committed_step: int | None = None
     epoch: int = 0
     last_error: str = ""
     last_error_time: float = 0.0
+    last_error_kind: str = ""
+    unready: str = ""
+    failures: int = 0
+    refused_manifests: int = 0
     streams: int = 0
     bandwidth: int = 0
+    rate: float = 0.0
+    used_bytes: int = 0
+    high_water_bytes: int = 0
+    limit_bytes: int = 0
+    unfreed_bytes: int = 0
+    credentials_expiry: float | None = None
 
 
 def _bandwidth(value: int) -> int:
@@ -359,7 +389,11 @@ class RestoredFile(BaseModel):
 
 
 class Restored(Document):
-    """``restored.json``: which record this volume was restored from."""
+    """``restored.json``: which record this volume was restored from.
+
+    ``bytes`` is what was fetched for it, and ``seconds`` what the restore took; None: written by a
+    version that did not say.
+    """
 
     source: str
     run_id: str
@@ -370,3 +404,5 @@ class Restored(Document):
     step: int | None = None
     world_size: int = 1
     files: list[RestoredFile] = []
+    bytes: Natural | None = None
+    seconds: Annotated[float, Field(ge=0)] | None = None

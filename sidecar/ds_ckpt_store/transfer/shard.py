@@ -116,6 +116,7 @@ class ShardUpload:
         budget: what all transfers share.
         keep_cached: leave what was sent in the page cache.
         progress: bytes newly sent, after each request.
+        unlike: told, from any thread, of bytes that arrived changed and are sent again.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class ShardUpload:
         budget: Budget,
         keep_cached: bool,
         progress: Callable[[int], None],
+        unlike: Callable[[CorruptionError], None],
     ) -> None:
         self._shard = shard
         self._store = store
@@ -138,6 +140,7 @@ class ShardUpload:
         self._budget = budget
         self._keep_cached = keep_cached
         self._progress = progress
+        self._unlike = unlike
 
     def story(self, finish: Callable[[Stored], None]) -> Story:
         """All steps; ``finish`` is called when the store was seen to hold the shard."""
@@ -219,6 +222,7 @@ class ShardUpload:
             try:
                 info = yield from self._complete(upload, [each.part for each in sent], plan)
             except CorruptionError as error:
+                self._unlike(error)
                 yield from self._drop()
                 lost = error
             except (NotFoundError, AmbiguousError) as error:
@@ -368,7 +372,9 @@ class ShardUpload:
         for attempt in range(1, PART_TRIES):
             try:
                 return send()
-            except (CorruptionError, AmbiguousError):
+            except (CorruptionError, AmbiguousError) as error:
+                if isinstance(error, CorruptionError):
+                    self._unlike(error)
                 self._clock.sleep(_PAUSE_SECONDS * attempt)
         return send()
 

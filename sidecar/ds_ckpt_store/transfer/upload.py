@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 
 from ds_ckpt_store.contract.clock import Clock
-from ds_ckpt_store.errors import ShardChangedError
+from ds_ckpt_store.errors import CorruptionError, ShardChangedError
 from ds_ckpt_store.stores.port import Store
 from ds_ckpt_store.transfer.budget import Budget
 from ds_ckpt_store.transfer.coordinator import Coordinator
@@ -45,6 +45,7 @@ class Uploader:
         clock: for the pause before bytes are sent again that arrived changed.
         keep_cached: leave what was sent in the page cache; else its pages are given back, so that
             reading a checkpoint does not push out what training reads.
+        unlike: told, from any thread, of bytes that arrived changed and are sent again.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Uploader:
         part_size: int = PREFERRED_PART,
         clock: Clock,
         keep_cached: bool = False,
+        unlike: Callable[[CorruptionError], None] = lambda _: None,
     ) -> None:
         self._store = store
         self._executor = executor
@@ -63,6 +65,7 @@ class Uploader:
         self._part_size = part_size
         self._clock = clock
         self._keep_cached = keep_cached
+        self._unlike = unlike
 
     def upload(
         self,
@@ -108,6 +111,7 @@ class Uploader:
                 budget=self._budget,
                 keep_cached=self._keep_cached,
                 progress=progress,
+                unlike=self._unlike,
             ).story(finish)
             for shard in shards
         )
