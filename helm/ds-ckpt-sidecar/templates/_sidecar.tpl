@@ -241,7 +241,7 @@ args:
   {{- end }}
   {{- with .Values.restore.bandwidth }}
   - --bandwidth
-  - {{ . | quote }}
+  - {{ include "ds-ckpt-sidecar.scalar" . | quote }}
   {{- end }}
 env:
   {{- with .Values.agent.stallSeconds }}

@@ -297,7 +297,7 @@ CASES: dict[str, Values] = {
         LEAST,
         {
             "agent": {"bandwidth": 500000000},
-            "restore": {"bandwidth": 1048576},
+            "restore": {"bandwidth": 500000000},
             "volume": {"emptyDir": {"sizeLimit": 600000000000}},
             "sidecar": {"resources": {"limits": {"memory": 1073741824}}},
         },

@@ -112,3 +112,12 @@ def test_it_warns_of_credentials_that_nobody_has_named(helm: Helm) -> None:
     assert "No credentials are named" in helm.notes(LEAST)
     assert "No credentials are named" not in helm.notes(merged(LEAST, SECRETS))
     assert "No credentials are named" not in helm.notes(CASES["IRSA"])
+
+
+def test_the_notes_say_that_a_tag_stays_in_force(helm: Helm) -> None:
+    said = "Every new pod begins at tag global_step400 again, and throws away what was stored after"
+    tagged = merged(LEAST, {"restore": {"tag": "global_step400"}})
+    assert said in helm.notes(tagged)
+    assert 'upgrade with restore.tag=""' in helm.notes(tagged)
+    assert "restore.tag" not in helm.notes(LEAST)
+    assert said not in helm.notes(merged(tagged, {"restore": {"enabled": False}}))

@@ -157,6 +157,12 @@ def test_a_tag_that_was_asked_for_must_be_there(rendered: Mapping[str, list[Docu
     assert "--if-any" in container(rendered["Job, least"], "ds-ckpt-restore")["args"]
 
 
+def test_bytes_per_second_stay_a_number(rendered: Mapping[str, list[Document]]) -> None:
+    """As helm has it, a number of a values file is 5e+08."""
+    arguments = container(rendered["bytes as numbers"], "ds-ckpt-restore")["args"]
+    assert arguments[arguments.index("--bandwidth") + 1] == "500000000"
+
+
 TORCHRUN = """
 import json
 from torch.distributed.run import config_from_args, get_args_parser
