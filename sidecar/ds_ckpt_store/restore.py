@@ -162,7 +162,9 @@ class Restore:
                 clock=self._clock,
             )
             downloader.fetch(todo, check=keep_hold, progress=count, done=lambda _: None)
-            aside = placed.put_in_place(self._store.url)
+            aside = placed.put_in_place(
+                self._store.url, fetched, lambda: self._clock.monotonic() - started
+            )
         finally:
             if not without_hold:
                 with contextlib.suppress(StoreError):
@@ -290,14 +292,21 @@ class _Placement:
         states = (self._fs.stat(shard.path) for shard in shards)
         return sum(min(state.size, state.allocated) for state in states if state is not None)
 
-    def put_in_place(self, source: str) -> str:
-        """Give everything its name, ``latest`` last; returns where the former folder went."""
+    def put_in_place(self, source: str, fetched: int, elapsed: Callable[[], float]) -> str:
+        """Give everything its name, ``latest`` last; returns where the former folder went.
+
+        Args:
+            source: the store's URL.
+            fetched: bytes.
+            elapsed: seconds since the restore began.
+        """
         aside = self._swap_folder()
         for shard in self._all:
             if not self._is_shard(shard):
                 self._fs.rename(shard.path, f"{self._volume.path}/{self._own_name(shard)}")
         self._fs.sync_folder(self._volume.path)
-        self._fs.write_atomic(self._volume.restored, self._describe(source).to_bytes())
+        restored = self._describe(source, fetched, elapsed())
+        self._fs.write_atomic(self._volume.restored, restored.to_bytes())
         self._fs.write_atomic(f"{self._volume.path}/latest", self._record.tag.encode())
         self._fs.remove_tree(self._staging)
         return aside
@@ -334,7 +343,7 @@ class _Placement:
                     "below it: remove it; nothing was put in place"
                 )
 
-    def _describe(self, source: str) -> Restored:
+    def _describe(self, source: str, fetched: int, seconds: float) -> Restored:
         record = self._record
         files = []
         for entry in record.files:
@@ -361,6 +370,8 @@ class _Placement:
             step=record.step,
             world_size=record.world_size,
             files=files,
+            bytes=fetched,
+            seconds=seconds,
         )
 
 

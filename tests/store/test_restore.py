@@ -96,6 +96,11 @@ def test_the_newest_comes_back_as_it_was_with_latest(scene: Scene) -> None:
     }
     assert (result.record, result.folder) == (record, f"{scene.folder}/step2")
     assert (result.fetched_bytes, result.reused_bytes) == (1007, 0)
+    note = scene.volume.restored_from()
+    assert note is not None
+    assert note.bytes == 1007
+    assert note.seconds is not None
+    assert 0 <= note.seconds <= result.seconds
     assert is_restored(scene.volume, record.save_id)
     assert os.listdir(scene.folder / ".ds_ckpt/restoring") == []
 

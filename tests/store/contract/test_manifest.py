@@ -14,6 +14,7 @@ from ds_ckpt_store.contract.manifest import (
     MAX_DOCUMENT_BYTES,
     MAX_SHARDS,
     NodeManifest,
+    Restored,
     SaveStatus,
     TrainerStatus,
     parse,
@@ -205,3 +206,19 @@ def test_no_value_of_any_field_raises_anything_but_our_errors(field: str, value:
 def test_a_status_of_another_kind_is_refused(kind: type[SaveStatus]) -> None:
     with pytest.raises(ManifestError):
         parse(kind, b'{"schema": 1}')
+
+
+def test_what_was_restored_by_a_version_that_did_not_say_how_fast_is_read() -> None:
+    old = {
+        "schema": 1,
+        "source": "s3://bucket/run",
+        "run_id": "run",
+        "save_id": "018bcfe56800-0000000000000000",
+        "tag": "global_step1",
+        "time_ms": 1_700_000_000_000,
+        "epoch": 1,
+    }
+    read = parse(Restored, json.dumps(old).encode())
+    assert (read.bytes, read.seconds) == (None, None)
+    told = {**old, "bytes": 7, "seconds": 0.5}
+    assert parse(Restored, json.dumps(told).encode()).bytes == 7
