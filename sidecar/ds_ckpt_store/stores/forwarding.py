@@ -98,6 +98,10 @@ class Forwarding:
         """Passed on."""
         return self.store.uploads(prefix)
 
+    def credentials_expiry(self) -> float | None:
+        """Of the store within."""
+        return self.store.credentials_expiry()
+
     def close(self) -> None:
         """Passed on."""
         self.store.close()

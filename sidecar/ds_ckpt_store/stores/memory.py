@@ -284,6 +284,10 @@ class MemoryStore:
             ]
         return iter(sorted(found, key=lambda upload: (upload.key, upload.token)))
 
+    def credentials_expiry(self) -> float | None:
+        """None: there are no credentials."""
+        return None
+
     def close(self) -> None:
         """Nothing to free: the bucket outlives its connections."""
 

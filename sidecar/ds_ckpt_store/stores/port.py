@@ -278,6 +278,14 @@ class Store(Protocol):
     def uploads(self, prefix: str) -> Iterator[Upload]:
         """Unfinished uploads of keys that start with ``prefix``."""
 
+    def credentials_expiry(self) -> float | None:
+        """When the credentials in use end: seconds since the epoch.
+
+        Of those that renew themselves, what is held just now ends then; it is renewed some minutes
+        before. None: it is not known, or they do not end. Asks nobody, waits for nothing, and never
+        raises.
+        """
+
     def close(self) -> None:
         """Free connections."""
 

@@ -22,6 +22,32 @@ from ds_ckpt_store.stores.azure.options import AzureOptions, check_sas
 _SIGNATURE = re.compile(r"(?i)\b(sig=)[^&\s'\"]+")
 
 
+class _Noting:
+    """An identity's credential, as the SDK takes it, that notes when its last token ends."""
+
+    def __init__(self, credential: Any) -> None:
+        self._credential = credential
+        self.expires_on: float | None = None
+
+    def get_token(self, *scopes: str, **options: Any) -> Any:
+        return self._note(self._credential.get_token(*scopes, **options))
+
+    def _note(self, token: Any) -> Any:
+        self.expires_on = float(token.expires_on)
+        return token
+
+
+class _NotingInfo(_Noting):
+    """Of a version of azure-identity that says more of a token; the SDK asks for it if it can."""
+
+    def get_token_info(self, *scopes: str, **options: Any) -> Any:
+        return self._note(self._credential.get_token_info(*scopes, **options))
+
+
+def _noting(credential: Any) -> _Noting:
+    return (_NotingInfo if hasattr(credential, "get_token_info") else _Noting)(credential)
+
+
 class Credentials:
     """What is handed to the SDK, and whether it can be had anew.
 
@@ -46,7 +72,7 @@ class Credentials:
             self._sas = self.for_sdk = AzureSasCredential(options.sas or self._read())
         else:
             self.kind = "DefaultAzureCredential"
-            self.for_sdk = _default()
+            self.for_sdk = _noting(_default())
 
     @property
     def renews_itself(self) -> bool:
@@ -81,14 +107,18 @@ class Credentials:
 
     def expired(self) -> str | None:
         """When the shared access signature ended by its own words and this machine's clock."""
-        ends = parse_qs(self.in_use()).get("se", [""])[0]
-        try:
-            moment = datetime.fromisoformat(ends.replace("Z", "+00:00"))
-        except ValueError:
-            return None
-        if moment.tzinfo is None:
-            moment = moment.replace(tzinfo=timezone.utc)
-        return ends if moment.timestamp() <= SystemClock().time() else None
+        ends = self._end_of_sas()
+        moment = _moment(ends)
+        return ends if moment is not None and moment <= SystemClock().time() else None
+
+    def expiry(self) -> float | None:
+        """When what is in use ends, in seconds since the epoch; None: not known, or it never."""
+        if isinstance(self.for_sdk, _Noting):
+            return self.for_sdk.expires_on
+        return _moment(self._end_of_sas())
+
+    def _end_of_sas(self) -> str:
+        return parse_qs(self.in_use()).get("se", [""])[0]
 
     @property
     def may_change(self) -> bool:
@@ -107,6 +137,17 @@ class Credentials:
 def without_signatures(text: str) -> str:
     """A text for a person, without the secret part of any URL in it."""
     return _SIGNATURE.sub(r"\1...", text)
+
+
+def _moment(text: str) -> float | None:
+    """A time as Azure writes it, in seconds since the epoch; None: it is none."""
+    try:
+        moment = datetime.fromisoformat(text.replace("Z", "+00:00"))
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=timezone.utc)
+        return moment.timestamp()
+    except ValueError:
+        return None
 
 
 def _default() -> Any:

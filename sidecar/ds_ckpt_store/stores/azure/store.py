@@ -120,6 +120,10 @@ class AzureStore:
         """Make later writes with this proof."""
         self._proof = proof
 
+    def credentials_expiry(self) -> float | None:
+        """Of the shared access signature, or of the identity's token."""
+        return self._calls.credentials.expiry()
+
     def close(self) -> None:
         """Close the pool of connections."""
         self._calls.container.close()

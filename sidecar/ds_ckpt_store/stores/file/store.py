@@ -118,6 +118,10 @@ class FileStore:
             store.close()
             later.close()
 
+    def credentials_expiry(self) -> float | None:
+        """None: there are no credentials."""
+        return None
+
     def close(self) -> None:
         """Close the files of unfinished uploads."""
         self._uploads.close()

@@ -110,6 +110,10 @@ class FsspecStore:
         del key
         return proof is Proof.READ_BACK
 
+    def credentials_expiry(self) -> float | None:
+        """None: fsspec does not tell."""
+        return None
+
     def close(self) -> None:
         """Let go of connections."""
         self._instances.close()

@@ -14,6 +14,7 @@ import functools
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any, Literal
 
 import google.auth
@@ -88,6 +89,14 @@ class Service:
         self._link: Link | None = None
         self._let_in = False
         self._bucket_seen = False
+
+    def credentials_expiry(self) -> float | None:
+        """When the token in use ends, in seconds since the epoch; None: not known, or it never."""
+        link = self._link  # without the lock, which is held while credentials are looked for
+        moment = getattr(link.session.credentials, "expiry", None) if link is not None else None
+        if not isinstance(moment, datetime):
+            return None
+        return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
 
     def close(self) -> None:
         """Close the pool of connections."""

@@ -116,6 +116,10 @@ class GCSStore:
     def _checked(self) -> bool:
         return self._proof is Proof.STORED_CHECKSUM
 
+    def credentials_expiry(self) -> float | None:
+        """As google-auth knows it of the token."""
+        return self._service.credentials_expiry()
+
     def close(self) -> None:
         """Close the pool of connections."""
         self._service.close()

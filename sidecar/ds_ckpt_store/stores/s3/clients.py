@@ -11,6 +11,7 @@ again. Calls under way keep theirs, whose connections close with the last of the
 from __future__ import annotations
 
 import threading
+from datetime import datetime
 from typing import Any
 
 import boto3
@@ -82,6 +83,17 @@ class Clients:
             found = self._session.get_credentials() if self._session is not None else None
         method = str(getattr(found, "method", "") or "")
         return _SOURCES.get(method, method)
+
+    def expiry(self) -> float | None:
+        """When the credentials in use end, in seconds since the epoch; None: not known.
+
+        They stand in private attributes: what is public looks for credentials that are not there
+        yet, or renews them, and both ask a server.
+        """
+        session = getattr(self._session, "_session", None)
+        credentials = getattr(session, "_credentials", None)
+        moment = getattr(credentials, "_expiry_time", None)
+        return moment.timestamp() if isinstance(moment, datetime) else None
 
     def close(self) -> None:
         """Close the pools of connections."""

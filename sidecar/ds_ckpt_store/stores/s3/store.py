@@ -112,6 +112,10 @@ class S3Store:
         """Make later writes with this proof."""
         self._proof = proof
 
+    def credentials_expiry(self) -> float | None:
+        """As botocore knows it of temporary credentials."""
+        return self._clients.expiry()
+
     def close(self) -> None:
         """Close the pools of connections."""
         self._clients.close()
