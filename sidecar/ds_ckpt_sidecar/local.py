@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from ds_ckpt_sidecar.unfreed import Unfreed
 from ds_ckpt_store.contract import access, names
 from ds_ckpt_store.contract.filesystem import FileStat
 from ds_ckpt_store.contract.manifest import NodeManifest, Restored, RestoredFile, Shard
@@ -27,10 +28,16 @@ STALE_SECONDS = 3600.0
 
 
 class LocalFiles:
-    """Files of saves on one volume."""
+    """Files of saves on one volume.
 
-    def __init__(self, volume: Volume) -> None:
+    Args:
+        volume: the volume.
+        unfreed: told of each file whose last name is removed; None: nobody wants to know.
+    """
+
+    def __init__(self, volume: Volume, unfreed: Unfreed | None = None) -> None:
         self._volume = volume
+        self._unfreed = unfreed
 
     # ---- reading
 
@@ -166,7 +173,8 @@ class LocalFiles:
         top = "" if manifest.root == "." else manifest.root
         left = {path for path, _ in own} if links_only else set()
         # Links first: on a full disk their folders give back the blocks that a trash folder needs.
-        self._volume.fs.remove_tree(self._volume.link_folder(manifest.save_id))
+        with self._removing(self._last_names(self._volume.link_folder(manifest.save_id))):
+            self._volume.fs.remove_tree(self._volume.link_folder(manifest.save_id))
         self._remove_files(manifest.save_id, expected, top, left)
 
     def remove_restored(self, restored: Restored) -> bool:
@@ -206,13 +214,28 @@ class LocalFiles:
             if state is None:
                 continue
             if _is_same(state, entry):
-                fs.unlink(taken)
+                with self._removing([taken]):
+                    fs.unlink(taken)
             else:
                 self._put_back(taken, path, save_id)
         fs.remove_folder(trash)
         for folder in sorted({os.path.dirname(path) for path, _ in expected}, reverse=True):
             while folder not in ("", top) and fs.remove_folder_beneath(self._volume.path, folder):
                 folder = os.path.dirname(folder)
+
+    def _removing(self, paths: Iterable[str]) -> contextlib.AbstractContextManager[None]:
+        """Around the removal of files, for whoever wants to know what is freed by it."""
+        if self._unfreed is None:
+            return contextlib.nullcontext()
+        top = f"{self._volume.path}/"
+        return self._unfreed.removing(path.removeprefix(top) for path in paths)
+
+    def _last_names(self, folder: str) -> Iterator[str]:
+        """Files in a folder of our own that have no other name."""
+        with contextlib.suppress(OSError):
+            for path, state in self._volume.fs.walk(folder):
+                if state.links == 1:
+                    yield f"{folder}/{path}"
 
     def _take(self, path: str, entry: Shard | RestoredFile, taken: str) -> bool:
         """Take a file into our own folder if it is still as expected."""

@@ -190,6 +190,23 @@ class Filesystem:
         """State of an open file."""
         return _to_stat(os.fstat(fd))
 
+    def is_kept(self, fd: int) -> bool:
+        """Whether a file that we have open will stay when we close it, as far as can be told.
+
+        It stays if it has a name, or if others have it open. The latter is known of files of our
+        own user, where the filesystem has leases.
+        """
+        try:
+            if os.fstat(fd).st_nlink:
+                return True
+            # It has no name, so nobody can open it now and break the lease (which is a signal).
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError as error:
+            return error.errno == errno.EAGAIN
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        return False
+
     def stat(self, path: str) -> FileStat | None:
         """State of a path without following a link at its end; None if there is nothing."""
         try:
