@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, get_args
 
 from ds_ckpt_store.contract.clock import Clock, SystemClock
+from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.contract.manifest import SaveState
 from ds_ckpt_store.stores.port import Part, Upload
 
@@ -99,6 +100,8 @@ class Journal:
 
     @staticmethod
     def _connect(path: str) -> sqlite3.Connection:
+        if path != ":memory:":
+            _let_group_in(path)
         db = sqlite3.connect(path, isolation_level=None)
         try:
             db.execute("PRAGMA journal_mode=WAL")
@@ -225,6 +228,20 @@ class Journal:
     def log(self, save_id: str) -> JournalLog:
         """The part of the journal that an upload of one save reads and writes."""
         return self._logs.setdefault(save_id, JournalLog(self, save_id))
+
+
+def _let_group_in(path: str) -> None:
+    """Let the agent of another user of the common group go on with it.
+
+    SQLite gives the mode of the database to what it makes beside it. To be called while this
+    process has no connection: closing any descriptor of a file takes SQLite's locks off it.
+    """
+    fs = Filesystem()
+    with contextlib.suppress(OSError):  # which SQLite says
+        if fs.stat(path) is None:
+            os.close(fs.open_write(path))
+    for ending in ("", "-wal", "-shm"):
+        fs.let_group_in(path + ending)
 
 
 def _copy(source: sqlite3.Connection, target: sqlite3.Connection) -> None:

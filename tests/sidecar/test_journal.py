@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
 import sqlite3
+import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from ds_ckpt_sidecar.journal import Journal
+from ds_ckpt_sidecar.journal import Entry, Journal
+from ds_ckpt_store.contract.manifest import SaveState
 from ds_ckpt_store.stores.port import Part, Upload
 from tests.store.transfer.support import TickingClock
 
 SAVE = "018bcfe56800-0000000000000001"
+GROUP = 65532
 
 
 @pytest.fixture
@@ -96,6 +103,54 @@ def test_a_folder_that_is_not_there_leaves_the_memory(tmp_path: Path) -> None:
     assert not journal.durable
     assert "in memory" in warnings[0]
     journal.close()
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_an_agent_of_another_user_of_the_group_goes_on_with_it(killed: bool) -> None:
+    """``sidecar.runAsUser`` was changed on a volume that stays; the first agent was killed."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory(prefix="journal-") as folder:
+        os.chown(folder, 0, GROUP)
+        os.chmod(folder, 0o2775)
+        path = f"{folder}/journal.db"
+        assert _as_user(1001, path, "uploading", killed=killed) == []
+        assert os.stat(path).st_uid == 1001
+        modes = {stat.S_IMODE(each.stat().st_mode) for each in Path(folder).iterdir()}
+        assert modes == {0o664}
+        assert len(os.listdir(folder)) == (3 if killed else 1)
+        assert _as_user(1002, path, "stored", killed=killed) == []
+        journal = Journal(path)
+        entry = journal.entry(SAVE)
+        assert entry is not None
+        assert (entry.state, journal.entry("1001")) == ("stored", Entry("uploading", ""))
+        journal.close()
+
+
+def _as_user(uid: int, path: str, state: SaveState, *, killed: bool) -> list[str]:
+    """What a journal says of itself that a process of another user writes with umask 022."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        warnings = ["it has died"]
+        with contextlib.suppress(BaseException):
+            os.umask(0o022)
+            os.setgroups([GROUP])
+            os.setgid(GROUP)
+            os.setuid(uid)
+            warnings.clear()
+            journal = Journal(path, warnings.append)
+            journal.set_state(SAVE, state)
+            journal.set_state(str(uid), state)
+            if not killed:
+                journal.close()
+        os.write(writer, pickle.dumps(warnings))
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        said: list[str] = pickle.load(file)
+    os.waitpid(child, 0)
+    return said
 
 
 def test_a_state_that_we_do_not_know_is_no_state(path: str) -> None:

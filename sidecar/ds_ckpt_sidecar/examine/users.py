@@ -63,10 +63,10 @@ def remedy(paths: Sequence[str], state: os.stat_result, us: User, need: str) -> 
         paths: files or folders that exist, all with the same owner and mode.
         state: of the first of them.
         us: who is kept from them.
-        need: ``READ``, or ``CHANGE`` for folders.
+        need: ``READ``, or ``CHANGE`` for folders and for files of the agent's own memory.
     """
     folder = stat.S_ISDIR(state.st_mode)
-    bits = 0o070 if need == CHANGE else 0o050 if folder else 0o040
+    bits = (0o050 if folder else 0o040) | (0o020 if need == CHANGE else 0)
     letters = "".join(
         letter for letter, bit in (("r", 0o040), ("w", 0o020), ("x", 0o010)) if bits & bit
     )
@@ -77,9 +77,15 @@ def remedy(paths: Sequence[str], state: os.stat_result, us: User, need: str) -> 
             f"its group may: give the pod securityContext.supplementalGroups: [{state.st_gid}], "
             f"or the sidecar's container securityContext.runAsUser: {state.st_uid}"
         )
-    now = _command("chmod", f"g+{letters}{'s' if need == CHANGE else ''}", paths)
+    now = _command("chmod", f"g+{letters}{'s' if folder and need == CHANGE else ''}", paths)
     if state.st_gid not in us.gids:
         now = f"{_command('chgrp', str(min(us.gids)), paths)} && {now}"
+    if need == CHANGE and not folder:
+        return (
+            f"now, as uid {state.st_uid}: {now}. For good, one of: the sidecar's container "
+            f"securityContext.runAsUser: {state.st_uid}; or remove it while no agent runs, which "
+            "loses nothing: an agent of this version lets the group of its volume in"
+        )
     umask = "0002" if folder else "0027"
     return (
         f"now, as uid {state.st_uid}: {now}. For good, one of: the sidecar's container "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -244,6 +245,27 @@ def test_our_own_files_that_another_user_keeps_to_itself_are_named(
     found = seen(trainer.volume.path)
     assert (severity, str(path)) in matter(found)
     carry_out(next(each.remedy for each in found if each.what == str(path)))
+    assert matter(seen(trainer.volume.path)) == []
+
+
+@pytest.mark.parametrize("ending", ["", "-wal", "-shm"])
+def test_a_journal_of_another_agent_is_opened_to_the_group_and_to_nobody_else(
+    trainer: Trainer, ending: str
+) -> None:
+    """As versions made it that left its mode to SQLite."""
+    trainer.say()
+    share(trainer)
+    path = Path(trainer.volume.journal + ending)
+    path.touch()
+    os.chown(path, 0, SIDECAR)
+    path.chmod(0o644)
+    warning = only(seen(trainer.volume.path), "warning")
+    assert warning.what == str(path)
+    assert warning.remedy.startswith(f"now, as uid 0: chmod g+rw {path}. For good, one of: ")
+    assert "remove it while no agent runs, which loses nothing" in warning.remedy
+    assert "trainer" not in warning.remedy
+    carry_out(warning.remedy)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o664
     assert matter(seen(trainer.volume.path)) == []
 
 
