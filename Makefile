@@ -53,7 +53,7 @@ BENCH_STAMP := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
 .PHONY: help venv servers test simulate mutants soak lint format demo bench bench-venv clean
-.PHONY: docs image image-lock k8s-tools test-k8s observability-tools test-observability
+.PHONY: docs image image-lock k8s-tools test-k8s observability-tools test-observability dashboard
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -108,6 +108,9 @@ test-observability: $(STAMP) observability-tools ## metrics, alerts, dashboard, 
 
 observability-tools: ## Prometheus, Alertmanager, Chromium: in .observability, and by apt
 	@$(PYTHON) -m tests.observability.tools.install
+
+dashboard: $(STAMP) ## the chart's Grafana dashboard, from observability/; needs Python 3.11
+	$(BIN)/python -m observability.dashboard
 
 # The hash seed makes the order of sets, and so a run, the same again.
 simulate: $(STAMP) ## whole jobs from seeds, in a simulated world; RUNS=10000 SEED=7

@@ -1,0 +1,1 @@
+"""What people look at, made by programs: the Grafana dashboard. No part of the product."""

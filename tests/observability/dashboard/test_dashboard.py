@@ -1,0 +1,95 @@
+"""The dashboard: is the file what the program makes, is it whole, and do its queries parse?"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import subprocess
+from typing import Any
+
+import pytest
+
+from ds_ckpt_sidecar.observe.metrics import METRICS
+from observability.dashboard import FILE, text
+from tests.observability.draw import Scope, expressions, panels
+from tests.observability.tools.install import BIN
+
+DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
+PANELS = panels(DASHBOARD)
+SHOWN = [panel for panel in PANELS if panel["type"] != "row"]
+PROCESS = {"ds_ckpt_process_resident_memory_bytes", "ds_ckpt_process_cpu_seconds_total"}
+SUFFIXES = {"histogram": ("_bucket", "_sum", "_count")}
+
+
+def titled(panel: dict[str, Any]) -> str:
+    return panel["title"]
+
+
+def known() -> set[str]:
+    names = {
+        f"{each.full_name}{suffix}" for each in METRICS for suffix in SUFFIXES.get(each.kind, ("",))
+    }
+    return names | PROCESS
+
+
+def test_the_file_is_what_the_program_makes() -> None:
+    assert FILE.read_text() == text(), "run `make dashboard`"
+
+
+@pytest.mark.parametrize("panel", SHOWN, ids=titled)
+def test_a_panel_says_what_it_tells_and_what_to_do_in_which_unit(panel: dict[str, Any]) -> None:
+    assert "What to do:" in panel["description"]
+    assert panel["fieldConfig"]["defaults"]["unit"]
+    assert panel["datasource"]["uid"] == "${datasource}"
+    assert panel["targets"]
+
+
+@pytest.mark.parametrize("panel", SHOWN, ids=titled)
+def test_a_panel_asks_for_metrics_that_there_are(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        asked = set(re.findall(r"ds_ckpt_\w+", target["expr"]))
+        assert asked
+        assert asked <= known()
+
+
+def test_no_metric_is_left_out() -> None:
+    asked = {
+        name for expression in expressions(DASHBOARD) for name in re.findall(r"ds_\w+", expression)
+    }
+    missing = {
+        each.full_name
+        for each in METRICS
+        if not any(name.startswith(each.full_name) for name in asked)
+    }
+    assert not missing
+
+
+def test_ids_and_titles_are_given_once() -> None:
+    for field in ("id", "title"):
+        values = [panel[field] for panel in PANELS]
+        assert len(values) == len(set(values))
+
+
+def test_panels_lie_beside_each_other() -> None:
+    for panel in PANELS:
+        place = panel["gridPos"]
+        assert 0 <= place["x"] < place["x"] + place["w"] <= 24
+    for one, other in itertools.combinations([panel["gridPos"] for panel in PANELS], 2):
+        beside = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
+        above = one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"]
+        assert beside or above
+
+
+def test_prometheus_understands_every_expression(tmp_path) -> None:
+    scope = Scope(DASHBOARD, seconds=3600, scrape=15)
+    rules = [
+        {"record": f"dashboard:{number}", "expr": scope.substitute(expression)}
+        for number, expression in enumerate(expressions(DASHBOARD))
+    ]
+    file = tmp_path / "rules.yaml"
+    file.write_text(json.dumps({"groups": [{"name": "dashboard", "rules": rules}]}))
+    checked = subprocess.run(
+        [BIN / "promtool", "check", "rules", file], capture_output=True, text=True
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
