@@ -6,7 +6,8 @@ it refuses a write lease on it. It does so for files of our own user alone, and 
 filesystem; of others it is only known whether they have another name.
 
 A descriptor is needed to ask, and keeps a file from being freed itself. So one is kept only for
-files that others keep too, and only until the next look.
+files that others keep too, and only until the next look. Where a file that is open gets a hidden
+name instead of none (NFS), nothing is opened and nothing is known.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ class Unfreed:
 
     Args:
         volume: the volume.
+
+    Attributes:
+        bytes: on the disk, as of the last look; of 64 files at most.
     """
 
     def __init__(self, volume: Volume) -> None:
         self._volume = volume
         self._kept: list[int] = []
+        self._works: bool | None = None
         self._again = float("-inf")
-
-    @property
-    def bytes(self) -> int:
-        """On the disk, as of the last look; the 64 files that were seen first at most."""
-        return sum(self._volume.fs.fstat(fd).allocated for fd in self._kept)
+        self.bytes = 0
 
     @contextlib.contextmanager
     def removing(self, paths: Iterable[str]) -> Iterator[None]:
@@ -50,7 +51,7 @@ class Unfreed:
         opened: list[int] = []
         try:
             for path in paths:
-                if len(self._kept) + len(opened) >= MOST:
+                if len(self._kept) + len(opened) >= MOST or not self._can_be_told():
                     break
                 with contextlib.suppress(OSError, ManifestError):
                     opened.append(self._volume.fs.open_beneath(self._volume.path, path))
@@ -59,7 +60,7 @@ class Unfreed:
             for fd in opened:
                 os.close(fd)
             raise
-        self._kept += self._still_kept(opened)
+        self._keep(self._kept, opened)
 
     def look(self, now: float) -> None:
         """Let go of what others have let go of; every 5 seconds at most. Never raises.
@@ -69,19 +70,28 @@ class Unfreed:
         """
         if now >= self._again:
             self._again = now + EVERY_SECONDS
-            self._kept = self._still_kept(self._kept)
+            self._keep([], self._kept)
 
     def close(self) -> None:
         """Let go of all."""
         for fd in self._kept:
             os.close(fd)
-        self._kept = []
+        self._kept, self.bytes = [], 0
 
-    def _still_kept(self, descriptors: list[int]) -> list[int]:
-        kept = []
-        for fd in descriptors:
+    def _can_be_told(self) -> bool:
+        """Whether opening a file does not itself keep its removal from being one."""
+        if self._works is None:
+            with contextlib.suppress(OSError):
+                self._works = self._volume.fs.removes_open_files(self._volume.own)
+        return bool(self._works)
+
+    def _keep(self, known: list[int], others: list[int]) -> None:
+        """Keep what is known, and of the others those that somebody else keeps too."""
+        self._kept = list(known)
+        for fd in others:
             if self._volume.fs.is_kept(fd):
-                kept.append(fd)
+                self._kept.append(fd)
             else:
                 os.close(fd)
-        return kept
+        with contextlib.suppress(OSError):
+            self.bytes = sum(self._volume.fs.fstat(fd).allocated for fd in self._kept)

@@ -23,6 +23,7 @@ SIZE = 1 << 20
 @pytest.fixture
 def unfreed(tmp_path: Path) -> Iterator[Unfreed]:
     watched = Unfreed(Volume(str(tmp_path)))
+    (tmp_path / ".ds_ckpt").mkdir()
     yield watched
     watched.close()
 
@@ -161,3 +162,31 @@ def test_the_last_names_may_be_our_own_links(tmp_path: Path) -> None:
         assert unfreed.bytes == SIZE
     unfreed.look(0)
     assert unfreed.bytes == 0
+
+
+class Hiding(Filesystem):
+    """As NFS: what is open gets a hidden name."""
+
+    def removes_open_files(self, folder: str) -> bool:
+        return False
+
+    def open_beneath(self, root: str, relative: str) -> int:
+        raise AssertionError("it would get a hidden name, and its folder could not be removed")
+
+
+def test_where_an_open_file_gets_a_hidden_name_none_is_opened(shard: Path) -> None:
+    unfreed = Unfreed(Volume(str(shard.parent), Hiding()))
+    with open(shard, "rb"):
+        remove(unfreed, shard)
+    assert unfreed.bytes == 0
+
+
+def test_the_trial_leaves_nothing_and_its_failure_no_error(shard: Path) -> None:
+    unfreed = Unfreed(Volume(str(shard.parent)))  # whose own folder is not there
+    with open(shard, "rb"):
+        remove(unfreed, shard)
+    assert unfreed.bytes == 0
+    own = shard.parent / "own"
+    own.mkdir()
+    assert Filesystem().removes_open_files(str(own))
+    assert list(own.iterdir()) == []

@@ -190,6 +190,21 @@ class Filesystem:
         """State of an open file."""
         return _to_stat(os.fstat(fd))
 
+    def removes_open_files(self, folder: str) -> bool:
+        """Whether a file in a folder of our own loses its last name while it is open.
+
+        On NFS, and on some filesystems in user space, it gets a hidden one until it is closed.
+        """
+        path = self._temporary(f"{folder}/open", b"", durable=False)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        finally:
+            os.unlink(path)
+        try:
+            return os.fstat(fd).st_nlink == 0
+        finally:
+            os.close(fd)
+
     def is_kept(self, fd: int) -> bool:
         """Whether a file that we have open will stay when we close it, as far as can be told.
 
