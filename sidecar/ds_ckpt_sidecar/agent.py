@@ -41,6 +41,7 @@ from ds_ckpt_sidecar.outbox import Found, Outbox, watch
 from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_sidecar.syncer import LONGEST_BACKOFF, Syncer
 from ds_ckpt_sidecar.telling import Reports, Telling
+from ds_ckpt_sidecar.usage import Usage
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract.clock import Clock, SystemClock, system_random
 from ds_ckpt_store.contract.manifest import DocumentT, SaveStatus
@@ -102,7 +103,9 @@ class Agent:
         message: the container's termination message, if there is one.
         reports: to the cluster, if there are any.
         examiner: asked at start, if there is one.
-        tally: counts.
+
+    Attributes:
+        tally: what it counts; from any thread.
 
     Raises:
         SettingsError: a setting cannot work with this store.
@@ -122,7 +125,6 @@ class Agent:
         message: TerminationMessage | None = None,
         reports: Reports | None = None,
         examiner: Examiner | None = None,
-        tally: Tally | None = None,
     ) -> None:
         self._settings = settings
         self._store = store
@@ -153,9 +155,10 @@ class Agent:
             clock=self._clock,
         )
         self._rate = Rate(self._budget, self._clock)
+        self._usage = Usage(volume, settings.volume_limit, self._clock)
         self._health = Health(self._clock, SILENT_SECONDS + 2 * settings.stall_seconds)
-        self._tally = tally or Tally()
-        self._tally.sent_bytes = lambda: self._budget.moved
+        self.tally = Tally()
+        self.tally.sent_bytes = lambda: self._budget.moved
         self._telling = Telling(message, reports)
         self._examiner = examiner
         self._ending = Ending(self._clock, settings.drain_seconds)
@@ -306,7 +309,7 @@ class Agent:
             part_size=self._settings.part_bytes,
             clock=self._clock,
             keep_cached=self._settings.page_cache == "keep",
-            unlike=lambda _: self._tally.unlike(),
+            unlike=lambda _: self.tally.unlike(),
         )
         lifecycle = Lifecycle(
             volume=self._volume,
@@ -316,7 +319,7 @@ class Agent:
             reporter=self._reporter,
             log=self._log,
             clock=self._clock,
-            tally=self._tally,
+            tally=self.tally,
             abandon_seconds=self._settings.abandon_seconds,
         )
         return Syncer(
@@ -331,7 +334,7 @@ class Agent:
             failures=self._failures,
             clock=self._clock,
             rng=self._rng,
-            tally=self._tally,
+            tally=self.tally,
             heard=self._telling.heard,
             hurried=self._is_hurried,
         )
@@ -364,7 +367,8 @@ class Agent:
         """Learn what the store really does, until it answers; None if it should exit instead."""
         tries = 0
         self._tell_unreached("the store has not answered yet", undecided())
-        self._reporter.beat("starting", now=True, destination=self._settings.destination)
+        told = {"destination": self._settings.destination, "run_id": self._settings.run_id}
+        self._reporter.beat("starting", now=True, **told)
         # This loop is patient and says what is wrong; calls within it are to fail soon.
         clock = Impatient(self._clock, self._is_hurried, lambda: self._ending.over)
         brief = RetryStore(self._store, clock, self._rng, policy=RetryPolicy(tries=3))
@@ -391,17 +395,13 @@ class Agent:
                     **({} if last else {"next_try_seconds": round(delay, 1)}),
                 )
                 self._reporter.error(str(error), kind)
-                self._tally.failed(getattr(error, "operation", "probe"), kind)
+                self.tally.failed(getattr(error, "operation", "probe"), kind)
                 self._refused = last and not once
                 self._health.unready = f"{'refused' if last else 'starting'}: {error}"
                 self._telling.failing(str(error), tries)
                 self._failed_passes = tries
                 self._tell_unreached(str(error), undecided())
-                self._reporter.beat(
-                    "refused" if last else "starting",
-                    now=True,
-                    destination=self._settings.destination,
-                )
+                self._reporter.beat("refused" if last else "starting", now=True, **told)
                 if last or self._is_vain(_tags(undecided())):
                     return None
                 self._wait(delay)
@@ -516,7 +516,7 @@ class Agent:
         kind = type(error).__name__
         self._failures.error("pass", "pass.failed", error=str(error), kind=kind)
         self._reporter.error(str(error), kind)
-        self._tally.failed(getattr(error, "operation", "pass"), kind)
+        self.tally.failed(getattr(error, "operation", "pass"), kind)
         self._failed_passes += 1
         self._telling.failing(str(error), self._failed_passes)
 
@@ -689,7 +689,13 @@ class Agent:
         syncer = self._syncer
         uploading = syncer is not None and syncer.current is not None
         failures = syncer.failures() if syncer is not None else 0
+        space = self._usage.look()
         return {
+            "free_bytes": space.free,
+            "total_bytes": space.total,
+            "used_bytes": space.used,
+            "high_water_bytes": space.high_water,
+            "limit_bytes": space.limit,
             "streams": self._budget.most,
             "bandwidth": self._budget.bandwidth,
             "rate": self._rate.known if uploading else 0.0,
@@ -727,7 +733,7 @@ class Agent:
         self._budget.heed(error)
         kind = type(error).__name__
         self._reporter.error(f"{error}; tried again", kind)
-        self._tally.failed(error.operation, kind)
+        self.tally.failed(error.operation, kind)
         self._failures.warning(
             f"retry {error.operation} {kind}",
             "store.retried",

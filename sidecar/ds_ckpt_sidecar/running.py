@@ -17,11 +17,12 @@ from typing import NoReturn, Protocol
 
 from ds_ckpt_sidecar import doctor
 from ds_ckpt_sidecar.agent import Agent
-from ds_ckpt_sidecar.observe.log import Log, make_log
+from ds_ckpt_sidecar.observe.log import Growing, Log, make_log
 from ds_ckpt_sidecar.observe.termination import TerminationMessage, compose, default_path
 from ds_ckpt_sidecar.priority import stand_back
 from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_sidecar.telling import Reports
+from ds_ckpt_store.contract.clock import SystemClock
 from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import CkptError
@@ -66,10 +67,23 @@ def run_agent(settings: AgentSettings, *, once: bool) -> int:
             _share_memory()
             _stop_on_signal(agent, settings.drain_seconds, reports)
             if settings.listen:
-                from ds_ckpt_sidecar.observe.page import Page
-
-                log.info("page.listening", address=Page(settings.listen, agent.answers()).address)
+                log.info("page.listening", address=_listen(settings.listen, agent, log))
         return agent.run(once=once)
+
+
+def _listen(listen: str, agent: Agent, log: Log) -> str:
+    """Answer probes and show what goes on; the address."""
+    from ds_ckpt_sidecar.observe.metrics import Metrics
+    from ds_ckpt_sidecar.observe.page import Page
+
+    failures = Growing(log, SystemClock())
+
+    def broken(path: str, error: Exception) -> None:
+        reason = f"{type(error).__name__}: {error}"
+        failures.error(path, "page.broken", path=path, error=reason)
+
+    documents = {"/metrics": Metrics(agent.look, agent.tally).render}
+    return Page(listen, agent.answers(), documents, broken).address
 
 
 @contextlib.contextmanager

@@ -186,3 +186,38 @@ def test_an_address_is_written_as_people_write_it(text: str, host: str, port: in
 def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ValueError, match=r"is no address to listen on: write :8484 or"):
         split(text)
+
+
+def test_a_document_is_shown_and_one_that_breaks_hides_nothing_else() -> None:
+    broken: list[tuple[str, Exception]] = []
+
+    def breaks(_: str) -> tuple[str, bytes]:
+        raise KeyError("boom")
+
+    documents = {"/metrics": lambda accept: (f"text/plain; as={accept}", b"m 1\n"), "/": breaks}
+    page = Page(
+        "127.0.0.1:0",
+        {"/healthz": lambda: ""},
+        documents,
+        lambda path, error: broken.append((path, error)),
+    )
+    host, port = page.address.split(":")
+
+    def ask(path: str, method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+        connection = http.client.HTTPConnection(host, int(port), timeout=10)
+        connection.request(method, path, headers={"Accept": "x"})
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read()
+
+    status, headers, body = ask("/metrics?now")
+    assert (status, headers["Content-Type"], body) == (200, "text/plain; as=x", b"m 1\n")
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert headers["Cache-Control"] == "no-store"
+    assert ask("/metrics", "HEAD")[1]["Content-Length"] == "4"
+    assert ask("/metrics", "HEAD")[2] == b""
+    status, _, body = ask("/")
+    assert status == 500
+    assert b"boom" not in body
+    assert [path for path, _ in broken] == ["/"]
+    assert ask("/healthz")[0] == 200
+    assert ask("/metrics", "POST")[0] == 501

@@ -1,4 +1,4 @@
-"""The HTTP page of the agent: is it alive, has it started, can it store; and the preStop notice.
+"""What the agent says by HTTP: probes, the preStop notice, and documents for people and programs.
 
 Whoever reaches the port may say anything to it, and slowly: a connection that says nothing for
 some seconds is closed, and of many at a time the oldest is, so that a probe always gets through.
@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 from typing import Any
 
 from ds_ckpt_sidecar.observe.address import split
@@ -24,6 +25,18 @@ MOST_CONNECTIONS = 32
 Answer = Callable[[], str]
 """Empty: all is well (200). Else why it is not (503)."""
 
+Document = Callable[[str], tuple[str, bytes]]
+"""Content type and body, as the request's ``Accept`` wants it."""
+
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Connection": "close",
+}
+
 
 class _Handler(BaseHTTPRequestHandler):
     """One request; the connection is closed after it."""
@@ -34,23 +47,38 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer."""
-        answer = self.server.answers.get(self.path.partition("?")[0])
-        if answer is None:
-            self._say(404, "not here: " + " ".join(self.server.answers))
-            return
-        reason = answer()
-        self._say(503 if reason else 200, reason or "ok")
+        path = self.path.partition("?")[0]
+        if path in self.server.documents:
+            self._show(path)
+        elif path in self.server.answers:
+            reason = self.server.answers[path]()
+            self._say(503 if reason else 200, reason or "ok")
+        else:
+            known = " ".join([*self.server.documents, *self.server.answers])
+            self._say(404, f"not here: {known}")
 
     def do_HEAD(self) -> None:
         """The same without its text."""
         self.do_GET()
 
+    def _show(self, path: str) -> None:
+        try:
+            kind, body = self.server.documents[path](self.headers.get("Accept", ""))
+        except Exception as error:  # noqa: BLE001 - a probe must go on being answered
+            self.server.broken(path, error)
+            self._say(500, f"{path} cannot be shown ({type(error).__name__}); the log says more")
+            return
+        self._send(200, kind, body)
+
     def _say(self, code: int, text: str) -> None:
-        body = f"{text}\n".encode(errors="replace")
+        self._send(code, "text/plain; charset=utf-8", f"{text}\n".encode(errors="replace"))
+
+    def _send(self, code: int, kind: str, body: bytes) -> None:
         self.send_response(code)
-        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
-        self.send_header("Connection", "close")
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
@@ -64,11 +92,19 @@ class _Server(ThreadingHTTPServer):
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, bound: socket.socket, answers: Mapping[str, Answer]) -> None:
+    def __init__(
+        self,
+        bound: socket.socket,
+        answers: Mapping[str, Answer],
+        documents: Mapping[str, Document],
+        broken: Callable[[str, Exception], None],
+    ) -> None:
         super().__init__(("", 0), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = bound
         self.answers = answers
+        self.documents = documents
+        self.broken = broken
         self._open: dict[int, socket.socket] = {}
         self._lock = threading.Lock()
 
@@ -98,6 +134,8 @@ class Page:
     Args:
         listen: ``host:port`` or ``:port``, as the settings have it.
         answers: path to what is said there.
+        documents: path to what is shown there.
+        broken: told of a document that raised, and of what; from any thread.
 
     Attributes:
         address: that it listens on.
@@ -106,7 +144,13 @@ class Page:
         SettingsError: nothing can listen there.
     """
 
-    def __init__(self, listen: str, answers: Mapping[str, Answer]) -> None:
+    def __init__(
+        self,
+        listen: str,
+        answers: Mapping[str, Answer],
+        documents: Mapping[str, Document] = MappingProxyType({}),
+        broken: Callable[[str, Exception], None] = lambda *_: None,
+    ) -> None:
         host, port = split(listen)
         try:
             if not host and socket.has_dualstack_ipv6():
@@ -125,5 +169,5 @@ class Page:
             ) from None
         name = bound.getsockname()
         self.address = f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
-        self._server = _Server(bound, answers)
+        self._server = _Server(bound, answers, documents, broken)
         threading.Thread(target=self._server.serve_forever, name="page", daemon=True).start()

@@ -122,7 +122,6 @@ class Reporter:
         self._next_beat = monotonic + HEARTBEAT_SECONDS
         self._write_saves()
         try:
-            space = self._volume.fs.space(self._volume.path)
             status = SidecarStatus.model_validate(
                 {
                     "schema": 1,
@@ -130,8 +129,6 @@ class Reporter:
                     "pid": os.getpid(),
                     "version": self._version,
                     "state": state,
-                    "free_bytes": space.free,
-                    "total_bytes": space.total,
                     "last_error": self._error[0],
                     "last_error_kind": self._error[1],
                     "last_error_time": self._error[2],
