@@ -47,6 +47,8 @@ KUBERNETES := .kubernetes
 
 # What the tests of metrics, alerts, dashboard and status page need: tests/observability/tools.
 OBSERVABILITY := .observability
+GRAFANA := @grafana/schema@13.2.3 typescript@5.9.3
+GRAFANA_STAMP := $(OBSERVABILITY)/.installed-$(subst /,-,$(subst $() ,-,$(GRAFANA)))
 
 BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
@@ -103,11 +105,18 @@ test-k8s: $(STAMP) $(SERVERS_STAMP) k8s-tools ## the tests of image, chart and p
 k8s-tools: ## podman and helm for these tests, in .kubernetes, and by apt
 	@$(PYTHON) -m tests.kubernetes.tools.install
 
-test-observability: $(STAMP) observability-tools ## metrics, alerts, dashboard, status page, live
+test-observability: $(STAMP) observability-tools $(GRAFANA_STAMP) ## metrics, alerts, dashboard, status page, live
 	$(BIN)/python -m pytest --durations=5 tests/observability $(ARGS)
 
 observability-tools: ## Prometheus, Alertmanager, Chromium: in .observability, and by apt
 	@$(PYTHON) -m tests.observability.tools.install
+
+# What a dashboard is, in TypeScript's types, and what checks them.
+$(GRAFANA_STAMP): $(SERVERS_STAMP)
+	@echo "installing into $(OBSERVABILITY): $(GRAFANA)"
+	@PATH="$(CURDIR)/$(SERVERS)/venv/bin:$$PATH" npm install --prefix $(OBSERVABILITY) --no-save \
+		--no-package-lock --no-audit --no-fund --loglevel=error $(GRAFANA)
+	@touch "$@"
 
 dashboard: $(STAMP) ## the chart's Grafana dashboard, from observability/; needs Python 3.11
 	$(BIN)/python -m observability.dashboard

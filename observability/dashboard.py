@@ -22,6 +22,7 @@ from observability.queries import (
     by_run,
     grown,
     mean_by,
+    of_process,
     one,
     quantile,
     rate,
@@ -585,7 +586,7 @@ def agents() -> list[Any]:
                 "near the container's limit: raise it, or lower streams.",
             ),
             "bytes",
-            [Query(by_agent(one("process_resident_memory_bytes")), WHOSE)],
+            [Query(by_agent(of_process("resident_memory_bytes")), WHOSE)],
         ),
         lines(
             Text(
@@ -594,7 +595,7 @@ def agents() -> list[Any]:
                 "at the container's limit while uploading: raise it.",
             ),
             "none",
-            [Query(by_agent(rate("process_cpu_seconds_total")), WHOSE)],
+            [Query(by_agent(of_process("cpu_seconds_total", "$__rate_interval")), WHOSE)],
         ),
         lines(
             Text(
@@ -714,6 +715,11 @@ def build() -> dict[str, Any]:
     built = json.loads(json.dumps(made.build(), cls=JSONEncoder))
     for number, panel in enumerate(built["panels"], start=1):
         panel["id"] = number
+        panel.get("options", {}).pop("footer", None)  # newer versions of Grafana have none
+    for variable in built["templating"]["list"]:
+        variable.pop("auto", None)  # of variables of another type
+        variable.pop("auto_count", None)
+        variable.pop("auto_min", None)
     built["annotations"] = {"list": [_checkpoints()]}
     return built
 

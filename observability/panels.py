@@ -195,6 +195,7 @@ def rows(
         .unit("none")
         .no_value("-")
         .filterable(True)
+        .cell_height(common_models.TableCellHeight.SM)
         .with_transformation(models.DataTransformerConfig("merge", options={}))
         .with_transformation(_columns(labels, queries))
     )

@@ -28,6 +28,14 @@ def grown(name: str, window: str) -> str:
     return f"(({counter} unless {counter} offset {window}) or increase({counter}[{window}]))"
 
 
+def of_process(name: str, window: str = "") -> str:
+    """A figure of the agents' processes, or its growth; their library knows of no runs."""
+    series = f'ds_ckpt_process_{name}{{namespace=~"$namespace",pod=~"$pod"}}'
+    figure = f"rate({series}[{window}])" if window else series
+    runs = f"(max by ({AGENT}) ({one('agent_ready')}) >= bool 0)"
+    return f"{figure} * on (namespace, pod, instance) group_left (run) {runs}"
+
+
 def by_run(operation: str, expression: str) -> str:
     """One series for each run."""
     return f"{operation} by ({RUN}) ({expression})"

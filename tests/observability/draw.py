@@ -170,12 +170,12 @@ def draw(
         axes = figure.add_axes(
             (
                 place["x"] / 24 + 0.025,
-                1 - (place["y"] + place["h"] - 1.6) / height,
+                1 - (place["y"] + place["h"] - min(1.6, place["h"] / 2)) / height,
                 place["w"] / 24 - 0.035,
                 max(0.1, place["h"] - 2.6) / height,
             )
         )
-        axes.set_title(panel["title"], fontsize=11 if panel["type"] == "row" else 9, loc="left")
+        axes.set_title(panel["title"], fontsize=9, loc="left")
         series = [one for target in panel.get("targets", []) for one in ask(panel["title"], target)]
         _DRAWN[panel["type"]](axes, panel, series, [m for m in marks if -seconds <= m <= 0])
     figure.savefig(png_path, dpi=60)
@@ -218,8 +218,10 @@ def human(value: float, unit: str) -> str:
     return ["yes", "no"][not value] if unit == "bool_yes_no" else f"{value:.4g}"
 
 
-def _row(axes: Any, *_: Any) -> None:
+def _row(axes: Any, panel: dict[str, Any], *_: Any) -> None:
     axes.axis("off")
+    axes.set_title("")
+    axes.text(0, 0, panel["title"], fontsize=13, weight="bold", va="bottom")
 
 
 def _lines(axes: Any, panel: dict[str, Any], series: list[_Series], marks: list[float]) -> None:
@@ -240,6 +242,7 @@ def _lines(axes: Any, panel: dict[str, Any], series: list[_Series], marks: list[
     for mark in marks:
         axes.axvline(mark, color="green", lw=0.4, ls=":")
     if series:
+        axes.set_ylim(bottom=panel["fieldConfig"]["defaults"].get("min"))
         axes.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4)
     else:
         axes.text(0.5, 0.5, "No data", ha="center", transform=axes.transAxes)
@@ -259,14 +262,21 @@ def _figures(axes: Any, panel: dict[str, Any], series: list[_Series], _: list[fl
 def _table(axes: Any, panel: dict[str, Any], series: list[_Series], _: list[float]) -> None:
     """Merged by the labels that all queries have, as Grafana's transformation does."""
     axes.axis("off")
-    renamed = panel["transformations"][1]["options"]["renameByName"]
+    options = panel["transformations"][1]["options"]
+    renamed = {
+        name: options["renameByName"][name]
+        for name in sorted(options["indexByName"], key=options["indexByName"].__getitem__)
+    }
     if not series:
         axes.text(0.5, 0.5, "No data", ha="center")
         return
-    common = set.intersection(*(set(one.labels) for one in series))
+    labels: dict[str, set[str]] = {}
+    for one in series:
+        labels.setdefault(one.target["refId"], set()).update(one.labels)
+    common = sorted(set.intersection(*labels.values()))
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for one in series:
-        line = lines.setdefault(tuple(one.labels[label] for label in sorted(common)), {})
+        line = lines.setdefault(tuple(one.labels.get(label, "") for label in common), {})
         line |= {renamed[label]: value for label, value in one.labels.items() if label in renamed}
         if one.name:
             line[one.name] = human(one.values[-1], _properties(panel, one.target)["unit"])

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,13 +14,31 @@ import pytest
 from ds_ckpt_sidecar.observe.metrics import METRICS
 from observability.dashboard import FILE, text
 from tests.observability.draw import Scope, expressions, panels
-from tests.observability.tools.install import BIN
+from tests.observability.tools.install import BIN, ROOT, TOOLS
 
 DASHBOARD: dict[str, Any] = json.loads(FILE.read_text())
 PANELS = panels(DASHBOARD)
 SHOWN = [panel for panel in PANELS if panel["type"] != "row"]
 PROCESS = {"ds_ckpt_process_resident_memory_bytes", "ds_ckpt_process_cpu_seconds_total"}
 SUFFIXES = {"histogram": ("_bucket", "_sum", "_count")}
+
+
+NODE = ROOT / ".servers/venv/bin/node"
+CHECK = Path(__file__).parent / "schema/check.mjs"
+STRICT = "--strict --noEmit --module esnext --moduleResolution bundler --skipLibCheck"
+
+
+def typed(dashboard: dict[str, Any], folder: Path) -> str:
+    """What TypeScript finds wrong, by the types of Grafana and of its panels."""
+    source, made = folder / "dashboard.json", folder / "dashboard.ts"
+    source.write_text(json.dumps(dashboard))
+    subprocess.run([NODE, CHECK, source, made], check=True)
+    modules = folder / "node_modules"
+    if not modules.exists():
+        modules.symlink_to(TOOLS / "node_modules")
+    compiler = modules / "typescript/bin/tsc"
+    command = [NODE, "--preserve-symlinks", compiler, *STRICT.split(), "--preserveSymlinks", made]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True).stdout
 
 
 def titled(panel: dict[str, Any]) -> str:
@@ -51,6 +70,19 @@ def test_a_panel_asks_for_metrics_that_there_are(panel: dict[str, Any]) -> None:
         asked = set(re.findall(r"ds_ckpt_\w+", target["expr"]))
         assert asked
         assert asked <= known()
+
+
+def test_grafana_knows_every_field(tmp_path) -> None:
+    assert not typed(DASHBOARD, tmp_path)
+
+
+def test_a_field_that_grafana_does_not_know_is_found(tmp_path) -> None:
+    changed = json.loads(FILE.read_text())
+    changed["panels"][1]["options"]["graphMode"] = "curve"
+    changed["titel"] = "Checkpoints"
+    found = typed(changed, tmp_path)
+    assert "curve" in found
+    assert "titel" in found
 
 
 def test_no_metric_is_left_out() -> None:
