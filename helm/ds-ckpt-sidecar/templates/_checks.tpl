@@ -15,6 +15,7 @@ says what to change, before a cluster sees it.
 {{- include "ds-ckpt-sidecar.checkNames" . -}}
 {{- include "ds-ckpt-sidecar.checkPorts" . -}}
 {{- include "ds-ckpt-sidecar.checkPod" . -}}
+{{- include "ds-ckpt-sidecar.checkMonitoring" . -}}
 {{- if and .Chart.IsRoot (hasKey .Values "enabled") -}}
 {{- fail "enabled is for a chart that has this one as a dependency with a condition: take it out" -}}
 {{- end -}}
@@ -203,6 +204,9 @@ says what to change, before a cluster sees it.
 {{- if and $volume.existingClaim (gt $nodes 1) (eq .Values.workload.kind "PyTorchJob") -}}
 {{- fail "volume.existingClaim: each node needs a volume of its own, and the pods of a PyTorchJob have no number to name a folder by. Use an emptyDir, or workload.kind IndexedJob, JobSet or TrainJob" -}}
 {{- end -}}
+{{- if and $volume.existingClaim (gt $nodes 1) (eq .Values.workload.kind "none") -}}
+{{- fail "volume.existingClaim: each node needs a volume of its own, and with workload.kind=none this chart does not know how your pods are numbered. Use an emptyDir, or leave it empty and write a volume named ds-ckpt for each pod in place of ds-ckpt-sidecar.volumes" -}}
+{{- end -}}
 {{- range $where, $mounts := dict "sidecar.extraVolumeMounts" .Values.sidecar.extraVolumeMounts "trainer.volumeMounts" .Values.trainer.volumeMounts -}}
 {{- range $mounts -}}
 {{- if eq (trimSuffix "/" .mountPath) (trimSuffix "/" $volume.mountPath) -}}
@@ -329,7 +333,7 @@ says what to change, before a cluster sees it.
 
 {{/* The last of two variables of one name would win in silence, or the API refuse it. */}}
 {{- define "ds-ckpt-sidecar.checkNames" -}}
-{{- $agents := dict "DS_CKPT_VOLUME" "volume.mountPath" "DS_CKPT_DESTINATION" "destination" "DS_CKPT_RUN_ID" "runId" "DS_CKPT_LISTEN" "sidecar.port" "DS_CKPT_DRAIN_SECONDS" "sidecar.drainSeconds" "DS_CKPT_LOG_FORMAT" "json, always" "DS_CKPT_EXIT_WHEN_FINISHED" "sidecar.native" "DS_CKPT_TRAINER_GONE_SECONDS" "sidecar.trainerGoneSeconds" "DS_CKPT_KUBERNETES" "kubernetesReports.enabled" "DS_CKPT_JOURNAL" "the volume, always" "DS_CKPT_ONCE" "never" -}}
+{{- $agents := dict "DS_CKPT_VOLUME" "volume.mountPath" "DS_CKPT_DESTINATION" "destination" "DS_CKPT_RUN_ID" "runId" "DS_CKPT_LISTEN" "sidecar.port" "DS_CKPT_DRAIN_SECONDS" "sidecar.drainSeconds" "DS_CKPT_LOG_FORMAT" "json, always" "DS_CKPT_EXIT_WHEN_FINISHED" "sidecar.native" "DS_CKPT_TRAINER_GONE_SECONDS" "sidecar.trainerGoneSeconds" "DS_CKPT_KUBERNETES" "kubernetesReports.enabled" "DS_CKPT_VOLUME_LIMIT" "volume.emptyDir.sizeLimit" "DS_CKPT_JOURNAL" "the volume, always" "DS_CKPT_ONCE" "never" -}}
 {{- /* Not keys of .Values.agent: helm 4 leaves out those that are null. */ -}}
 {{- range list "keepLast" "keepLocal" "retentionPause" "order" "streams" "partMib" "memoryMib" "bandwidth" "stallSeconds" "pageCache" "priority" "rescanSeconds" "leaseStaleSeconds" "abandonSeconds" "allowWeakStore" -}}
 {{- $_ := set $agents (printf "DS_CKPT_%s" (snakecase . | upper)) (printf "agent.%s" .) -}}
@@ -377,4 +381,21 @@ says what to change, before a cluster sees it.
 {{- fail (printf "%s: %s is set in %s already. Take one of them out" $.where $.name .) -}}
 {{- end -}}
 {{- $_ := set .seen .name .where -}}
+{{- end -}}
+
+{{- define "ds-ckpt-sidecar.checkMonitoring" -}}
+{{- $monitoring := .Values.monitoring -}}
+{{- if and $monitoring.podMonitor.enabled (eq .Values.workload.kind "none") -}}
+{{- fail "monitoring.podMonitor.enabled: with workload.kind=none this release has no pods to select. Leave it out, and make a PodMonitor of your own for port ds-ckpt of pods with the label ds-ckpt.io/sidecar" -}}
+{{- end -}}
+{{- if and $monitoring.podMonitor.fromNamespace (not (and $monitoring.podMonitor.enabled .Values.networkPolicy.enabled)) -}}
+{{- fail "monitoring.podMonitor.fromNamespace is whom networkPolicy lets in, and does nothing unless monitoring.podMonitor.enabled and networkPolicy.enabled are set: set both, or leave it out" -}}
+{{- end -}}
+{{- range $part := list "podMonitor" "rules" "dashboard" -}}
+{{- range $name, $_ := (get $monitoring $part).labels -}}
+{{- if hasPrefix "app.kubernetes.io/" $name -}}
+{{- fail (printf "monitoring.%s.labels: %s is set by the chart. Take it out" $part $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}

@@ -4,14 +4,26 @@ Names, labels, and the small conversions that other templates need.
 Every template takes the chart's own context. Those in _library.tpl take a user's context as well.
 */}}
 
+{{/* The release, and the alias if it is a dependency under one: a chart may have two of them. */}}
+{{- define "ds-ckpt-sidecar.release" -}}
+{{- if eq .Chart.Name "ds-ckpt-sidecar" -}}
+{{- .Release.Name -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name -}}
+{{- end -}}
+{{- end -}}
+
 {{/*
 At most 36 characters, so that a JobSet's longest pod name fits into 63; two long names stay two. A
 letter comes first: a release may begin with a digit, and a Service may not.
 */}}
 {{- define "ds-ckpt-sidecar.fullname" -}}
-{{- $name := .Values.fullnameOverride | default .Release.Name -}}
-{{- if and (eq .Values.workload.kind "none") (not .Values.fullnameOverride) -}}
+{{- $name := .Values.fullnameOverride -}}
+{{- if not $name -}}
+{{- $name = include "ds-ckpt-sidecar.release" . | lower | replace "_" "-" -}}
+{{- if and (eq .Values.workload.kind "none") (eq .Chart.Name "ds-ckpt-sidecar") -}}
 {{- $name = printf "%s-ds-ckpt" .Release.Name -}}
+{{- end -}}
 {{- end -}}
 {{- $name = $name | replace "." "-" -}}
 {{- if regexMatch "^[0-9]" $name -}}
@@ -24,7 +36,7 @@ letter comes first: a release may begin with a digit, and a Service may not.
 {{- end -}}
 
 {{- define "ds-ckpt-sidecar.runId" -}}
-{{- .Values.runId | default .Release.Name -}}
+{{- .Values.runId | default (include "ds-ckpt-sidecar.release" .) -}}
 {{- end -}}
 
 {{- define "ds-ckpt-sidecar.serviceAccountName" -}}
@@ -48,14 +60,14 @@ default
 
 {{/* What selects this release's training pods, and is the same for ever. */}}
 {{- define "ds-ckpt-sidecar.selectorLabels" -}}
-app.kubernetes.io/name: ds-ckpt-sidecar
+app.kubernetes.io/name: {{ .Chart.Name | trunc 63 | quote }}
 app.kubernetes.io/instance: {{ .Release.Name | trunc 63 | quote }}
 app.kubernetes.io/component: training
 {{- end -}}
 
 {{/* Of everything but pods: what changes with the chart's version must not change a pod's template. */}}
 {{- define "ds-ckpt-sidecar.labels" -}}
-app.kubernetes.io/name: ds-ckpt-sidecar
+app.kubernetes.io/name: {{ .Chart.Name | trunc 63 | quote }}
 app.kubernetes.io/instance: {{ .Release.Name | trunc 63 | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service | quote }}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 
 from tests.kubernetes.chart.conftest import Judge
 from tests.kubernetes.chart.helm import CHART, Document, Helm, RefusedError, documents, only
-from tests.kubernetes.chart.matrix import AGENT, DIGEST, merged
+from tests.kubernetes.chart.matrix import AGENT, DIGEST, kind, merged
 from tests.kubernetes.chart.rules import faults
 from tests.kubernetes.tools.machine import ROOT
 
@@ -75,7 +75,7 @@ spec:
       {{- $own := index .Subcharts "checkpoints" }}
       restartPolicy: OnFailure
       terminationGracePeriodSeconds: 120
-      serviceAccountName: {{ .Release.Name }}-ds-ckpt
+      serviceAccountName: {{ .Release.Name }}-checkpoints
       securityContext:
         {{- include "ds-ckpt-sidecar.podSecurityContext" $own | nindent 8 }}
       initContainers:
@@ -112,12 +112,21 @@ class Parent:
         chart["dependencies"][0].update(dependency)
         (self.path / "Chart.yaml").write_text(yaml.safe_dump(chart))
 
+    def add(self, **dependency: Any) -> None:
+        """Make it depend on ours once more."""
+        chart = yaml.safe_load((self.path / "Chart.yaml").read_text())
+        chart["dependencies"].append({**chart["dependencies"][0], **dependency})
+        (self.path / "Chart.yaml").write_text(yaml.safe_dump(chart))
+
+    def render_all(self, values: Mapping[str, Any]) -> list[Document]:
+        """What it renders."""
+        self._helm("dependency", "update", self.path)
+        return documents(self._helm.render(values, chart=self.path))
+
     def render(self, key: str = NAME, **values: Any) -> list[Document]:
         """What it renders, with these values for ours."""
-        self._helm("dependency", "update", self.path)
         least = {"workload": {"kind": "none"}, "destination": "s3://bucket/runs/one"}
-        given = {key: merged(least, values)}
-        return documents(self._helm.render(given, chart=self.path))
+        return self.render_all({key: merged(least, values)})
 
 
 @pytest.fixture
@@ -202,6 +211,34 @@ def test_a_dependency_with_an_alias_is_given_its_own_context(parent: Parent, jud
     assert judge({"alias": found}, ["1.29", "1.37"]) == []
     assert faults(found) == []
     assert pod(found)["spec"]["initContainers"][0]["args"][2] == "gs://bucket/runs/one"
+
+
+def test_two_of_them_in_one_chart_share_no_name_and_no_run(parent: Parent, judge: Judge) -> None:
+    (parent.path / "templates" / "job.yaml").unlink()
+    parent.change(alias="actor")
+    parent.add(alias="Critic_2")
+    values = {
+        name: kind("IndexedJob", 2, backoffLimit=limit)
+        for name, limit in (("actor", 1), ("Critic_2", 2))
+    }
+    found = parent.render_all(values)
+    assert judge({"two": found}, ["1.29", "1.37"]) == []
+    names_of = {
+        each: sorted(one["metadata"]["name"] for one in found if one["kind"] == each)
+        for each in ("ServiceAccount", "Service")
+    }
+    assert names_of == dict.fromkeys(names_of, ["train-actor", "train-critic-2"])
+    jobs = [each for each in found if each["kind"] == "Job"]
+    assert {each["metadata"]["name"].rpartition("-")[0] for each in jobs} == {
+        "train-actor",
+        "train-critic-2",
+    }
+    marks = [each["spec"]["template"]["metadata"] for each in jobs]
+    runs = {each["annotations"]["ds-ckpt.io/run-id"] for each in marks}
+    assert runs == {"train-actor", "train-Critic_2"}
+    for service in (each for each in found if each["kind"] == "Service"):
+        wanted = service["spec"]["selector"].items()
+        assert [wanted <= each["labels"].items() for each in marks].count(True) == 1
 
 
 def test_a_condition_switches_the_dependency_off(parent: Parent) -> None:

@@ -153,6 +153,12 @@ SENTENCES: list[tuple[Values, str]] = [
         "volume.existingClaim: each node needs a volume of its own, and the pods of a PyTorchJob",
     ),
     (
+        merged(NONE, CLAIM, {"workload": {"nodes": 2}}),
+        "volume.existingClaim: each node needs a volume of its own, and with workload.kind=none "
+        "this chart does not know how your pods are numbered. Use an emptyDir, or leave it empty "
+        "and write a volume named ds-ckpt for each pod in place of ds-ckpt-sidecar.volumes",
+    ),
+    (
         set_to("volume.mountPath", "checkpoints"),
         'volume.mountPath is "checkpoints": write an absolute path without a slash at its end',
     ),
