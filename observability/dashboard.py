@@ -29,12 +29,12 @@ from observability.queries import (
 )
 
 FILE = Path(__file__).resolve().parents[1] / "helm/ds-ckpt-sidecar/files/dashboard.json"
-RUNBOOKS = "docs/runbooks.md"
+RUNBOOKS = "RUNBOOK_BASE"  # the chart puts the address there, as in alerts.yaml
 
 WHOSE = "{{run}} {{agent}}"
 WINDOW = "1h"  # saves are rare: less would often hold none
-LONG = ((3600.0, YELLOW), (4 * 3600.0, RED))
-LATE = ((1.5, YELLOW), (3.0, RED))  # in save intervals
+LONG = ((1800.0, YELLOW), (10800.0, RED))
+LATE = ((1.0, YELLOW), (2.0, RED))  # in save intervals, as the alert has it
 ANY = ((1.0, RED),)
 
 LAG = one("upload_lag_seconds")
@@ -57,7 +57,7 @@ def lost() -> list[Any]:
                 "Training that would be lost if the worst pod died now: from its newest durable "
                 "save to the last sign of training.",
                 "find the run in the table below; look at its lag, then at errors and throughput.",
-                "DsCkptExposureTooLong",
+                "DsCkptExposure",
             ),
             "s",
             [Query(f"max({EXPOSURE})", "seconds")],
@@ -78,7 +78,7 @@ def lost() -> list[Any]:
                 "Lag, worst",
                 "Age of the oldest save that is not durable; 0 if all are.",
                 "compare it with the save interval: below it uploads keep up.",
-                "DsCkptLagTooLong",
+                "DsCkptUploadLag",
             ),
             "s",
             [Query(f"max({LAG})", "lag")],
@@ -90,7 +90,7 @@ def lost() -> list[Any]:
                 "Lag over the run's own save interval. Above 1 a save is not durable before the "
                 "next is made.",
                 "above 1 and growing: save less often, or look for what holds uploads up.",
-                "DsCkptLagTooLong",
+                "DsCkptUploadLag",
             ),
             "none",
             [Query(f"max({LAG} / ({INTERVAL} > 0))", "intervals")],
@@ -156,7 +156,7 @@ def lost() -> list[Any]:
                 "training goes on, and falls when a save becomes durable: swinging between one and "
                 "two intervals is well.",
                 "if it only climbs, saves do not become durable, or none are made.",
-                "DsCkptExposureTooLong",
+                "DsCkptExposure",
             ),
             "s",
             [
@@ -170,7 +170,7 @@ def lost() -> list[Any]:
                 "Lag by run",
                 "Age of each run's oldest save that is not durable, with its save interval dashed.",
                 "peaks above the interval: uploads do not keep up. Look at throughput and errors.",
-                "DsCkptLagTooLong",
+                "DsCkptUploadLag",
             ),
             "s",
             [
@@ -225,6 +225,7 @@ def saves() -> list[Any]:
                 "Saves that came to an end",
                 f"In the last {WINDOW}, by how they ended.",
                 "all but committed are no checkpoints: the agent's log says why.",
+                "DsCkptSaveLost",
             ),
             "short",
             [
@@ -362,7 +363,7 @@ def disk() -> list[Any]:
                 "Predicted from the last 15 minutes: when the volume is full, and dashed when the "
                 "backlog is stored. Without a line it does not fill, or nothing is left.",
                 "where full lies below drained, save less often or enlarge the volume now.",
-                "DsCkptDiskWillBeFull",
+                "DsCkptVolumeFilling",
             ),
             "s",
             [
@@ -376,7 +377,7 @@ def disk() -> list[Any]:
                 "Room on the volume",
                 "Free bytes by agent; under the volume's limit if it has one.",
                 "less than one checkpoint: the next save may fail, or evict the pod.",
-                "DsCkptDiskWillBeFull",
+                "DsCkptVolumeFilling",
             ),
             "bytes",
             [Query(by_agent(FREE), WHOSE)],
@@ -425,7 +426,7 @@ def errors() -> list[Any]:
                 "In the time shown: bytes that were other than they should be. Nothing wrong was "
                 "committed.",
                 "find out where they change: the volume, the path, or the store.",
-                "DsCkptVerifyFailure",
+                "DsCkptVerifyFailed",
             ),
             "none",
             [Query(f"sum(increase({one('verify_failures_total')}[$__range]))", "failures")],
@@ -438,6 +439,7 @@ def errors() -> list[Any]:
                 "Refused manifests",
                 "Files in the outboxes that are damaged, or written by a newer hook.",
                 "upgrade the sidecar, or look at the trainer's log; the files are kept.",
+                "DsCkptManifestRefused",
             ),
             "none",
             [Query(f"sum({one('manifests_refused')})", "refused")],
@@ -466,7 +468,7 @@ def errors() -> list[Any]:
             "s",
             [Query(f"min({expiry}) - time()", "left")],
             width=6,
-            steps=((600.0, YELLOW), (1800.0, "green")),
+            steps=((3600.0, "green"),),
             below=RED,
             none="no end known",
         ),

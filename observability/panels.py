@@ -172,7 +172,7 @@ def rows(
     labels: Mapping[str, str],
     queries: Sequence[Query],
     *,
-    height: int = 7,
+    height: int = 6,
     worst: str = "",
 ) -> table.Panel:
     """A table: a row for each combination of labels, a column for each query.

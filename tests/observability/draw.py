@@ -220,7 +220,7 @@ def human(value: float, unit: str) -> str:
 
 def _row(axes: Any, panel: dict[str, Any], *_: Any) -> None:
     axes.axis("off")
-    axes.set_title("")
+    axes.set_title("", loc="left")
     axes.text(0, 0, panel["title"], fontsize=13, weight="bold", va="bottom")
 
 

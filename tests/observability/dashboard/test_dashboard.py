@@ -97,6 +97,14 @@ def test_no_metric_is_left_out() -> None:
     assert not missing
 
 
+def test_runbooks_are_those_of_alerts_that_there_are() -> None:
+    alerts = re.findall(r"alert: (\w+)", FILE.with_name("alerts.yaml").read_text())
+    anchors = {f"${{runbooks}}#{alert.lower()}" for alert in alerts}
+    links = {link["url"] for panel in SHOWN for link in panel.get("links", [])}
+    assert links
+    assert links <= anchors
+
+
 def test_ids_and_titles_are_given_once() -> None:
     for field in ("id", "title"):
         values = [panel[field] for panel in PANELS]
