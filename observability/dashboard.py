@@ -43,7 +43,7 @@ INTERVAL = one("save_interval_seconds")
 READY = one("agent_ready")
 BACKLOG = one("backlog_bytes")
 FREE = one("volume_free_bytes")
-TO_FULL = f"{FREE} / (-deriv({FREE}[15m]) > 0)"
+TO_FULL = f"{FREE} / (-deriv({FREE}[30m]) > 0)"
 TO_DRAIN = f"{BACKLOG} / (rate({one('uploaded_bytes_total')}[15m]) > 0)"
 BEST = f"max_over_time(sum(rate({one('sent_bytes_total')}[5m]))[1d:1m])"
 
@@ -360,7 +360,7 @@ def disk() -> list[Any]:
         lines(
             Text(
                 "Full before drained?",
-                "Predicted from the last 15 minutes: when the volume is full, and dashed when the "
+                "Predicted from the last half hour: when the volume is full, and dashed when the "
                 "backlog is stored. Without a line it does not fill, or nothing is left.",
                 "where full lies below drained, save less often or enlarge the volume now.",
                 "DsCkptVolumeFilling",
