@@ -75,6 +75,7 @@ def _listen(listen: str, agent: Agent, log: Log) -> str:
     """Answer probes and show what goes on; the address."""
     from ds_ckpt_sidecar.observe.metrics import Metrics
     from ds_ckpt_sidecar.observe.page import Page
+    from ds_ckpt_sidecar.observe.web import Web
 
     failures = Growing(log, SystemClock())
 
@@ -82,7 +83,12 @@ def _listen(listen: str, agent: Agent, log: Log) -> str:
         reason = f"{type(error).__name__}: {error}"
         failures.error(path, "page.broken", path=path, error=reason)
 
-    documents = {"/metrics": Metrics(agent.look, agent.tally).render}
+    web = Web(agent.look)
+    documents = {
+        "/": web.html,
+        "/status": web.json,
+        "/metrics": Metrics(agent.look, agent.tally).render,
+    }
     return Page(listen, agent.answers(), documents, broken).address
 
 
