@@ -323,8 +323,8 @@ says what to change, before a cluster sees it.
 
 {{- define "ds-ckpt-sidecar.checkSecret" -}}
 {{- $value := toString .value -}}
-{{- $named := regexMatch "(?i)(PASSW(OR)?D|SECRET|CREDENTIALS|CONNECTION_STRING|(ACCESS|ACCOUNT|API|PRIVATE|STORAGE)_?KEY(_ID)?|(^|_)SAS|(^|_)KEY|(SAS|SESSION|SECURITY|AUTH|ACCESS|BEARER|HUB|HF|GH|GITHUB|GITLAB)_TOKEN)$" .name -}}
-{{- $known := has .name (list "GOOGLE_APPLICATION_CREDENTIALS" "DS_CKPT_GCS_KMS_KEY" "DS_CKPT_S3_KMS_BUCKET_KEY") -}}
+{{- $named := regexMatch "(?i)(PASSW(OR)?D|PASSPHRASE|SECRET|CREDENTIALS|CONNECTION_STRING|(ACCESS|ACCOUNT|API|AUTH|AWS|AZURE|CLIENT|DEPLOY|ENCRYPTION|GCP|GOOGLE|HF|LICEN[CS]E|MASTER|NGC|OPENAI|PRIVATE|SECRET|SERVICE|SIGNING|SSH|STORAGE|WANDB)_?KEY(_ID)?|(^|_)SAS|(^|_)TOKEN|(ADMIN|DB|FTP|HTTP|LOGIN|MONGO|MYSQL|PG|POSTGRES|PROXY|REDIS|REGISTRY|ROOT|SMB|SMTP|SQL|SSH|USER)_?PASS)$" .name -}}
+{{- $known := or (has .name (list "GOOGLE_APPLICATION_CREDENTIALS")) (regexMatch "(?i)(^|_)(AUDIO|BEGIN|BOS|CLS|END|EOS|IMAGE|MASK|NEXT|PAD|PER|SEP|SPECIAL|START|STOP|UNK|VIDEO)_TOKEN$" .name) -}}
 {{- $looks := regexMatch "AKIA[0-9A-Z]{16}|ASIA[0-9A-Z]{16}|-----BEGIN [A-Z ]*PRIVATE KEY|(Account|SharedAccess)(Key|Signature)=|[?&]sig=|://[^/]*:[^/]*@|(?i)\"[a-z_]*(password|secret|token|private_key)[a-z_]*\" *:" $value -}}
 {{- if and $value (or (and $named (not $known)) $looks) -}}
 {{- fail (printf "%s: %s holds a credential in clear, which would be kept in the release and shown by kubectl describe. Put it into a Secret and name that in credentials, or by valueFrom.secretKeyRef; better, use a workload identity" .where .name) -}}

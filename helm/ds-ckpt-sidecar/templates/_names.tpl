@@ -88,6 +88,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end -}}
 {{- end -}}
 
+{{/* A command's words, each as text: --set makes numbers of some. */}}
+{{- define "ds-ckpt-sidecar.words" -}}
+{{- $words := list -}}
+{{- range . -}}
+{{- $words = append $words (include "ds-ckpt-sidecar.scalar" .) -}}
+{{- end -}}
+{{- toYaml $words -}}
+{{- end -}}
+
 {{/* Bytes of a quantity such as 256Mi. */}}
 {{- define "ds-ckpt-sidecar.bytes" -}}
 {{- $text := include "ds-ckpt-sidecar.scalar" . -}}

@@ -65,11 +65,11 @@ image: {{ $trainer.image | quote }}
 imagePullPolicy: {{ $trainer.imagePullPolicy }}
 {{- with $trainer.command }}
 command:
-  {{- toYaml . | nindent 2 }}
+  {{- include "ds-ckpt-sidecar.words" . | nindent 2 }}
 {{- end }}
 {{- with $trainer.args }}
 args:
-  {{- toYaml . | nindent 2 }}
+  {{- include "ds-ckpt-sidecar.words" . | nindent 2 }}
 {{- end }}
 {{- with $trainer.workingDir }}
 workingDir: {{ . | quote }}

@@ -326,8 +326,44 @@ CLEAR: list[tuple[str, Any]] = [
     ("storeEnv", {"PROXY": "http://me:secret@proxy.example"}),
     ("trainer.env", [{"name": "WANDB_API_KEY", "value": "x"}]),
     ("trainer.env", [{"name": "HF_TOKEN", "value": "x"}]),
-    ("trainer.env", [{"name": "DB_PASSWORD", "value": "x"}]),
+    *(
+        ("trainer.env", [{"name": name, "value": "x"}])
+        for name in (
+            "DB_PASSWORD",
+            "DB_PASS",
+            "PGPASSWORD",
+            "SSH_KEY_PASSPHRASE",
+            "TOKEN",
+            "WANDB_TOKEN",
+            "OPENAI_API_TOKEN",
+            "MLFLOW_TRACKING_TOKEN",
+            "NGC_CLI_API_KEY",
+            "SECRET_KEY",
+            "OPENAI_KEY",
+        )
+    ),
     ("sidecar.extraEnv", [{"name": "KEY", "value": "-----BEGIN RSA PRIVATE KEY-----"}]),
+]
+
+# What ends like a credential, or begins like one, and is none.
+NO_CREDENTIALS = [
+    "TOKENIZERS_PARALLELISM",
+    "MAX_TOKENS",
+    "EOS_TOKEN",
+    "PAD_TOKEN",
+    "IMAGE_TOKEN",
+    "PASSES",
+    "FORWARD_PASS",
+    "BYPASS",
+    "KEYBOARD",
+    "DATA_KEY",
+    "SORT_KEY",
+    "PARTITION_KEY",
+    "PRIMARY_KEY",
+    "TEXT_KEY",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "DS_CKPT_GCS_KMS_KEY",
+    "DS_CKPT_S3_KMS_BUCKET_KEY",
 ]
 
 # By the schema: the value, where it is wrong, as both helms write it.
@@ -346,6 +382,7 @@ BY_SCHEMA: list[tuple[str, Any, str]] = [
     ("workload.podReplacementPolicy", "Later", "TerminatingOrFailed"),
     ("trainer.imagePullPolicy", "Sometimes", "IfNotPresent"),
     ("trainer.command", "torchrun train.py", "array"),
+    ("trainer.args", [{"steps": 1}], "string"),
     ("trainer.env", {"A": "b"}, "array"),
     ("trainer.env", [{"name": "A", "value": 1}], "string"),
     ("trainer.env", [{"name": "A", "valu": "1"}], "valu"),
@@ -435,6 +472,12 @@ def test_a_credential_in_clear_is_refused_and_not_repeated(helm: Helm) -> None:
         assert f"{path}: {name} holds a credential in clear" in said
         assert "in credentials, or by valueFrom.secretKeyRef; better, use a workload" in said
         assert not re.search("AccountKey|AKIA|me:secret", said)
+
+
+def test_what_only_sounds_like_a_credential_is_taken(helm: Helm) -> None:
+    names = [{"name": name, "value": "x"} for name in NO_CREDENTIALS]
+    assert "EOS_TOKEN" in helm.render(set_to("trainer.env", names))
+    assert "DATA_KEY" in helm.render(set_to("storeEnv", dict.fromkeys(NO_CREDENTIALS, "x")))
 
 
 def test_what_the_schema_refuses_names_the_value_and_what_is_allowed(helm: Helm) -> None:

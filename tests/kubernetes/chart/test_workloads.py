@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kubernetes.chart.helm import Document, Helm, documents, only, pods
-from tests.kubernetes.chart.matrix import KINDS, kind
+from tests.kubernetes.chart.matrix import KINDS, kind, merged
 from tests.kubernetes.chart.rules import faults
 
 Rendered = Mapping[str, list[Document]]
@@ -214,6 +214,15 @@ def test_what_the_user_sets_wins_over_what_the_chart_sets(rendered: Rendered) ->
         "seccompProfile": {"type": "RuntimeDefault"},
         "supplementalGroups": [1000650000],
     }
+
+
+def test_a_commands_words_may_be_numbers(helm: Helm) -> None:
+    values = merged(kind("Job"), {"trainer": {"args": [1000000, 0.5, True, "010", "", "1e-5"]}})
+    command = "trainer.command={torchrun,--nproc-per-node,8,train.py}"
+    (pod,) = pods(documents(helm.render(values, "--set", command)))
+    trainer = pod["spec"]["containers"][0]
+    assert trainer["command"] == ["torchrun", "--nproc-per-node", "8", "train.py"]
+    assert trainer["args"] == ["1000000", "0.5", "true", "010", "", "1e-5"]
 
 
 def test_openshift_gives_users_and_groups_by_itself(rendered: Rendered) -> None:
