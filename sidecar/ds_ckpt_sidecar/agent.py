@@ -41,6 +41,7 @@ from ds_ckpt_sidecar.outbox import Found, Outbox, watch
 from ds_ckpt_sidecar.settings import AgentSettings
 from ds_ckpt_sidecar.syncer import LONGEST_BACKOFF, Syncer
 from ds_ckpt_sidecar.telling import Reports, Telling
+from ds_ckpt_sidecar.unfreed import Unfreed
 from ds_ckpt_sidecar.usage import Usage
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract.clock import Clock, SystemClock, system_random
@@ -155,6 +156,9 @@ class Agent:
             clock=self._clock,
         )
         self._rate = Rate(self._budget, self._clock)
+        # Only an agent that is watched keeps an eye on what others keep.
+        self._unfreed = Unfreed(volume) if settings.listen else None
+        self._local = LocalFiles(volume, self._unfreed)
         self._usage = Usage(volume, settings.volume_limit, self._clock)
         self._health = Health(self._clock, SILENT_SECONDS + 2 * settings.stall_seconds)
         self.tally = Tally()
@@ -297,6 +301,8 @@ class Agent:
             if journal is not None:
                 journal.close()
             self._store.close()
+            if self._unfreed is not None:
+                self._unfreed.close()
             os.close(lock)
         return code
 
@@ -313,6 +319,7 @@ class Agent:
         )
         lifecycle = Lifecycle(
             volume=self._volume,
+            local=self._local,
             catalog=catalog,
             uploader=uploader,
             journal=journal,
@@ -325,6 +332,7 @@ class Agent:
         return Syncer(
             self._settings,
             volume=self._volume,
+            local=self._local,
             node=node,
             catalog=catalog,
             lifecycle=lifecycle,
@@ -358,7 +366,7 @@ class Agent:
     def _clear_up(self) -> None:
         """Remove what an agent that was killed has left on the volume."""
         try:
-            for sentence in LocalFiles(self._volume).clear_up(self._clock.time()):
+            for sentence in self._local.clear_up(self._clock.time()):
                 self._log.warning("volume.cleared_up", reason=sentence)
         except OSError as error:
             self._log.error("volume.not_cleared_up", error=str(error))
@@ -690,12 +698,16 @@ class Agent:
         uploading = syncer is not None and syncer.current is not None
         failures = syncer.failures() if syncer is not None else 0
         space = self._usage.look()
+        if self._unfreed is not None:
+            self._unfreed.look(self._clock.monotonic())
         return {
             "free_bytes": space.free,
             "total_bytes": space.total,
             "used_bytes": space.used,
             "high_water_bytes": space.high_water,
             "limit_bytes": space.limit,
+            "unfreed_bytes": self._unfreed.bytes if self._unfreed is not None else 0,
+            "credentials_expiry": self._store.credentials_expiry(),
             "streams": self._budget.most,
             "bandwidth": self._budget.bandwidth,
             "rate": self._rate.known if uploading else 0.0,

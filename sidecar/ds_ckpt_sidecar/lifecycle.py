@@ -111,6 +111,7 @@ class Lifecycle:
 
     Args:
         volume: the shared volume.
+        local: the saves' files on it.
         catalog: the prefix that they go to.
         uploader: the data path.
         journal: this sidecar's memory.
@@ -125,6 +126,7 @@ class Lifecycle:
         self,
         *,
         volume: Volume,
+        local: LocalFiles,
         catalog: Catalog,
         uploader: Uploader,
         journal: Journal,
@@ -135,7 +137,7 @@ class Lifecycle:
         abandon_seconds: float,
     ) -> None:
         self._volume = volume
-        self._local = LocalFiles(volume)
+        self._local = local
         self._catalog = catalog
         self._uploader = uploader
         self._journal = journal

@@ -57,6 +57,7 @@ class Syncer:
         settings: AgentSettings,
         *,
         volume: Volume,
+        local: LocalFiles,
         node: str,
         catalog: Catalog,
         lifecycle: Lifecycle,
@@ -85,7 +86,7 @@ class Syncer:
         self._heard = heard
         self._hurried = hurried
         self._outbox = Outbox(volume, node)
-        self._local = LocalFiles(volume)
+        self._local = local
         self._saves: dict[str, Save] = {}
         self._bad: dict[str, str] = {}
         self._lost: dict[str, Save] = {}
