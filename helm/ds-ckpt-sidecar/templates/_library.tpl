@@ -77,7 +77,7 @@ Single lists, for a pod that has such lists already:
 - name: ds-ckpt-credentials
   secret:
     secretName: {{ . }}
-    defaultMode: {{ ternary "0444" "0440" (kindIs "invalid" $values.volume.fsGroup) }} # without a group only others can read it
+    defaultMode: {{ ternary "0444" "0440" (empty (include "ds-ckpt-sidecar.id" $values.volume.fsGroup)) }} # without a group only others can read it
 {{- end }}
 {{- if $values.kubernetesReports.enabled }}
 # What automounting would give to every container, for the sidecar alone.
@@ -155,8 +155,8 @@ ds-ckpt.io/destination: {{ $box.own.Values.destination | quote }}
 {{- $box := dict "given" . -}}
 {{- include "ds-ckpt-sidecar.resolve" $box -}}
 {{- $context := dict "seccompProfile" (dict "type" "RuntimeDefault") -}}
-{{- if not (kindIs "invalid" $box.own.Values.volume.fsGroup) -}}
-{{- $context = merge (dict "fsGroup" (int64 $box.own.Values.volume.fsGroup) "fsGroupChangePolicy" "OnRootMismatch") $context -}}
+{{- with include "ds-ckpt-sidecar.id" $box.own.Values.volume.fsGroup -}}
+{{- $context = merge (dict "fsGroup" (int64 .) "fsGroupChangePolicy" "OnRootMismatch") $context -}}
 {{- end -}}
 {{- toYaml (merge (deepCopy $box.own.Values.pod.securityContext) $context) -}}
 {{- end -}}

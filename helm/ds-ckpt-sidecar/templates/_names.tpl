@@ -88,6 +88,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end -}}
 {{- end -}}
 
+{{/* A user or group; empty if none is to be set. */}}
+{{- define "ds-ckpt-sidecar.id" -}}
+{{- if not (or (kindIs "invalid" .) (eq (toString .) "")) -}}
+{{- int64 . -}}
+{{- end -}}
+{{- end -}}
+
 {{/* A command's words, each as text: --set makes numbers of some. */}}
 {{- define "ds-ckpt-sidecar.words" -}}
 {{- $words := list -}}

@@ -7,14 +7,14 @@ agent's, so that it may also run again while an agent is at work.
 */}}
 
 {{- define "ds-ckpt-sidecar.containerSecurityContext" -}}
-{{- $user := .Values.sidecar.runAsUser -}}
-{{- if not (kindIs "invalid" $user) }}
-runAsUser: {{ int64 $user }}
+{{- $user := include "ds-ckpt-sidecar.id" .Values.sidecar.runAsUser -}}
+{{- with $user }}
+runAsUser: {{ . }}
 {{- end }}
-{{- if not (kindIs "invalid" .Values.sidecar.runAsGroup) }}
-runAsGroup: {{ int64 .Values.sidecar.runAsGroup }}
+{{- with include "ds-ckpt-sidecar.id" .Values.sidecar.runAsGroup }}
+runAsGroup: {{ . }}
 {{- end }}
-runAsNonRoot: {{ or (kindIs "invalid" $user) (ne (int64 $user) 0) }}
+runAsNonRoot: {{ ne $user "0" }}
 readOnlyRootFilesystem: true
 allowPrivilegeEscalation: false
 privileged: false
@@ -135,6 +135,10 @@ env:
     value: {{ include "ds-ckpt-sidecar.drainSeconds" . | quote }}
   - name: DS_CKPT_LOG_FORMAT
     value: json
+  {{- with .Values.volume.emptyDir.sizeLimit }}
+  - name: DS_CKPT_VOLUME_LIMIT
+    value: {{ include "ds-ckpt-sidecar.scalar" . | quote }}
+  {{- end }}
   {{- if not .Values.sidecar.native }}
   - name: DS_CKPT_EXIT_WHEN_FINISHED
     value: "1"

@@ -175,6 +175,25 @@ EVERYTHING: Values = {
         "ingress": [{"ports": [{"port": 9090}]}],
         "egress": {"restrict": True, "rules": [{"ports": [{"port": 9000, "protocol": "TCP"}]}]},
     },
+    "monitoring": {
+        "podMonitor": {
+            "enabled": True,
+            "interval": "15s",
+            "labels": {"release": "prometheus"},
+            "relabelings": [{"targetLabel": "cluster", "replacement": "one"}],
+            "fromNamespace": "monitoring",
+        },
+        "rules": {
+            "enabled": True,
+            "labels": {"release": "prometheus"},
+            "runbookBase": "https://wiki.example/ds-ckpt/runbooks",
+        },
+        "dashboard": {
+            "enabled": True,
+            "labels": {"grafana_dashboard": "yes"},
+            "annotations": {"grafana_folder": "Training"},
+        },
+    },
 }
 
 
@@ -221,6 +240,13 @@ CASES: dict[str, Values] = {
         kind("IndexedJob", 2), CLAIM, {"volume": {"subPath": "runs/one"}}
     ),
     "no workload": NONE,
+    "no workload, rules and dashboard": merged(
+        NONE, {"monitoring": {"rules": {"enabled": True}, "dashboard": {"enabled": True}}}
+    ),
+    "scraped from any namespace": merged(
+        LEAST,
+        {"monitoring": {"podMonitor": {"enabled": True}}, "networkPolicy": {"enabled": True}},
+    ),
     "no workload, reports": merged(NONE, {"kubernetesReports": {"enabled": True}}),
     "plain container, everything": merged(
         everything("Job"), {"sidecar": {"native": False, "trainerGoneSeconds": 60}}
@@ -241,6 +267,10 @@ CASES: dict[str, Values] = {
     "users by OpenShift": merged(
         LEAST,
         {"volume": {"fsGroup": None}, "sidecar": {"runAsUser": None, "runAsGroup": None}},
+    ),
+    "users by OpenShift, in words": merged(
+        LEAST,
+        {"volume": {"fsGroup": ""}, "sidecar": {"runAsUser": "", "runAsGroup": ""}},
     ),
     "files without a group": merged(
         LEAST,

@@ -241,6 +241,16 @@ def test_two_of_them_in_one_chart_share_no_name_and_no_run(parent: Parent, judge
         assert [wanted <= each["labels"].items() for each in marks].count(True) == 1
 
 
+def test_users_and_groups_are_left_out_by_the_values_of_the_chart_itself(parent: Parent) -> None:
+    """Of null in there helm 4 says nothing, and takes the dependency's default."""
+    none = {"sidecar": {"runAsUser": "", "runAsGroup": ""}, "volume": {"fsGroup": ""}}
+    (parent.path / "values.yaml").write_text(yaml.safe_dump({NAME: none}))
+    spec = pod(parent.render())["spec"]
+    assert "fsGroup" not in spec["securityContext"]
+    for container in spec["initContainers"]:
+        assert not {"runAsUser", "runAsGroup"} & set(container["securityContext"])
+
+
 def test_a_condition_switches_the_dependency_off(parent: Parent) -> None:
     template = (parent.path / "templates" / "job.yaml").read_text()
     one = '{{- include "ds-ckpt-sidecar.podMetadata" . | nindent 6 }}'

@@ -226,8 +226,9 @@ def test_a_commands_words_may_be_numbers(helm: Helm) -> None:
 
 
 def test_openshift_gives_users_and_groups_by_itself(rendered: Rendered) -> None:
-    (pod,) = pods(rendered["users by OpenShift"])
-    assert "fsGroup" not in pod["spec"]["securityContext"]
-    for container in pod["spec"]["initContainers"]:
-        assert not {"runAsUser", "runAsGroup"} & set(container["securityContext"])
-        assert container["securityContext"]["runAsNonRoot"] is True
+    for case in ("users by OpenShift", "users by OpenShift, in words"):
+        (pod,) = pods(rendered[case])
+        assert "fsGroup" not in pod["spec"]["securityContext"]
+        for container in pod["spec"]["initContainers"]:
+            assert not {"runAsUser", "runAsGroup"} & set(container["securityContext"])
+            assert container["securityContext"]["runAsNonRoot"] is True
