@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
+
+from tests.observability.draw import panels
 
 FILES = Path(__file__).resolve().parents[2] / "helm/ds-ckpt-sidecar/files"
 RULES = FILES / "alerts.yaml"
@@ -30,18 +30,6 @@ class Expression:
 
     def __str__(self) -> str:
         return self.where
-
-    def with_values(self, values: Mapping[str, str]) -> str:
-        """With Grafana's variables replaced: ``$name``, ``${name}``, ``${name:format}``.
-
-        Raises:
-            KeyError: a variable has no value.
-        """
-        return re.sub(
-            r"\$(?:\{(\w+)(?::\w+)?\}|(\w+))",
-            lambda match: values[match.group(1) or match.group(2)],
-            self.text,
-        )
 
     @property
     def selectors(self) -> set[str]:
@@ -64,22 +52,17 @@ def of_rules(text: str | None = None) -> list[Expression]:
     ]
 
 
-def alerts_on(metric: str) -> list[str]:
-    """The alerts of the chart that look at one of our metrics."""
-    return [each.where for each in of_rules() if metric in each.selectors]
-
-
 def of_dashboard() -> list[Expression]:
     """Those of panels and annotations."""
     dashboard = json.loads(DASHBOARD.read_text())
     found = [
-        Expression(f"annotation {each['name']}", text)
-        for each in dashboard.get("annotations", {}).get("list", [])
-        if (text := each.get("expr") or each.get("target", {}).get("expr"))
+        Expression(f"annotation {each['name']}", each["expr"])
+        for each in dashboard["annotations"]["list"]
+        if "expr" in each
     ]
-    for panel in _panels(dashboard["panels"]):
+    for panel in panels(dashboard):
         for target in panel.get("targets", []):
-            legend = target.get("legendFormat") or target.get("refId", "")
+            legend = target.get("legendFormat") or target["refId"]
             found.append(Expression(f"{panel['title']}: {legend}", target["expr"]))
     return found
 
@@ -89,14 +72,8 @@ def of_variables() -> list[Expression]:
     found = []
     for each in json.loads(DASHBOARD.read_text())["templating"]["list"]:
         if each["type"] == "query":
-            query = each["query"] if isinstance(each["query"], str) else each["query"]["query"]
-            match = re.fullmatch(r"label_values\((.*),\s*\w+\)", query, re.DOTALL)
+            query = each["query"]["query"]
+            match = re.fullmatch(r"label_values\((.*), \w+\)", query)
             assert match, f"a variable's query is not what is known here: {query}"
             found.append(Expression(f"variable {each['name']}", match.group(1)))
     return found
-
-
-def _panels(panels: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for panel in panels:
-        yield panel
-        yield from _panels(panel.get("panels", []))

@@ -5,24 +5,29 @@ The run is told in ``live/story.py``. Nothing here is a number that a test has p
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
+import time
 
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from ds_ckpt_sidecar.observe.metrics import METRICS
+from tests.observability.draw import Scope, draw
 from tests.observability.expressions import (
+    DASHBOARD,
     Expression,
-    alerts_on,
     of_dashboard,
     of_rules,
     of_variables,
     without_stand_in,
 )
 from tests.observability.live.lab import NAMESPACE, RUN
-from tests.observability.live.monitoring import Series, program
-from tests.observability.live.scaling import LEAST_WINDOW, faster
-from tests.observability.live.story import LAG, OPENMETRICS, Story
+from tests.observability.live.monitoring import SCRAPE_SECONDS, Series, program
+from tests.observability.live.scaling import faster
+from tests.observability.live.story import ALERTS, OPENMETRICS, Story
+from tests.observability.tools.install import TOOLS
 
 # The first test to ask for the run makes it.
 pytestmark = pytest.mark.timeout(420)
@@ -59,7 +64,7 @@ CAUSES = {
     "trainer_skipped_saves": ("save_is_skipped", ""),
     "restore_seconds": ("volume_is_replaced", 'pod="live-1"'),
     "restore_bytes": ("volume_is_replaced", 'pod="live-1"'),
-    "credentials_expiry_timestamp_seconds": ("credentials_are_renewed", 'pod="live-0"'),
+    "credentials_expiry_timestamp_seconds": ("agent_is_killed", 'pod="live-0"'),
     "uploaded_bytes": ("training_begins", ""),
     "sent_bytes": ("byte_flips", ""),
     "parts": ("agent_is_killed", 'outcome="resumed"'),
@@ -80,16 +85,8 @@ CONSTANT = {
 }
 
 # Grafana's variables, as a person who looks at this run chooses them.
-VARIABLES = {
-    "datasource": "prometheus",
-    "namespace": NAMESPACE,
-    "run": RUN,
-    "pod": ".+",
-    "__rate_interval": f"{LEAST_WINDOW}s",
-    "__interval": "1s",
-    "__range": "10m",
-    "__all": ".+",
-}
+CHOSEN = {"namespace": [NAMESPACE], "run": [RUN]}
+PICTURE = TOOLS / "dashboard.png"
 
 
 def changes(series: Series, start: float, end: float) -> bool:
@@ -111,6 +108,13 @@ def varies(series: Series) -> bool:
 
 def over_all(story: Story, expression: str) -> Series:
     return story.lab.prometheus.over(expression, *story.span)
+
+
+def shown(story: Story, expression: Expression) -> Series:
+    """As the dashboard shows it."""
+    start, end = story.span
+    scope = Scope(json.loads(DASHBOARD.read_text()), end - start, SCRAPE_SECONDS, CHOSEN)
+    return over_all(story, scope.substitute(without_stand_in(expression.text)))
 
 
 def test_each_metric_has_a_cause_in_the_run_or_a_reason_to_be_constant() -> None:
@@ -146,7 +150,7 @@ def test_a_rule_holds_and_does_not_hold(story: Story, expression: Expression) ->
 
 @pytest.mark.parametrize("expression", of_dashboard(), ids=str)
 def test_an_expression_of_the_dashboard_moves(story: Story, expression: Expression) -> None:
-    series = over_all(story, without_stand_in(expression.with_values(VARIABLES)))
+    series = shown(story, expression)
     assert series, "no series"
     constant = [name for name in CONSTANT if f"ds_ckpt_{name}" in expression.selectors]
     assert varies(series) or constant, f"the same all the time: {series}"
@@ -154,23 +158,44 @@ def test_an_expression_of_the_dashboard_moves(story: Story, expression: Expressi
 
 @pytest.mark.parametrize("expression", of_variables(), ids=str)
 def test_a_variable_of_the_dashboard_finds_values(story: Story, expression: Expression) -> None:
-    assert over_all(story, expression.with_values(VARIABLES))
+    assert shown(story, expression)
 
 
-@pytest.mark.parametrize("alert", alerts_on(LAG))
-def test_a_stopped_store_is_told_of_and_so_is_its_return(story: Story, alert: str) -> None:
-    """From the store through agent, Prometheus and Alertmanager to whoever is to be woken."""
+def test_each_alert_has_an_event_that_makes_it_fire() -> None:
+    assert sorted(name for names in ALERTS.values() for name in names) == sorted(
+        each.where for each in of_rules()
+    )
+
+
+@pytest.mark.parametrize(
+    ("event", "alert"), [(event, alert) for event in ALERTS for alert in ALERTS[event]]
+)
+def test_an_alert_says_of_which_run_and_what_to_do(story: Story, event: str, alert: str) -> None:
+    """Through agent, Prometheus and Alertmanager to whoever is to be woken."""
+    told = story.lab.receiver.heard(alert, "firing", story.events[event][0])[0]
+    assert told.when <= story.events[event][1]
+    assert told.labels["namespace"] == NAMESPACE
+    assert alert == "DsCkptAgentDown" or told.labels["run"] == RUN
+    assert "{{" not in str(told.annotations)
+    assert told.annotations["summary"]
+    assert told.annotations["runbook_url"].endswith(f"#{alert.lower()}")
+
+
+def test_a_stopped_store_is_told_of_and_so_is_its_return(story: Story) -> None:
     stopped, back = story.events["store_stops"][0], story.events["store_is_back"][0]
-    firing = story.lab.receiver.heard(alert, "firing", stopped)
-    resolved = story.lab.receiver.heard(alert, "resolved", back)
-    assert firing
-    assert resolved
-    assert firing[0].when < back < resolved[0].when
-    for told in (firing[0], resolved[0]):
-        assert told.labels["run"] == RUN
-        assert told.labels["namespace"] == NAMESPACE
-        assert told.labels["pod"] in {node.name for node in story.lab.nodes}
-        assert told.annotations
+    firing = story.lab.receiver.heard("DsCkptUploadLag", "firing", stopped)
+    resolved = story.lab.receiver.heard("DsCkptUploadLag", "resolved", stopped)
+    assert [stopped, firing[0].when, back, resolved[0].when] == sorted(
+        [stopped, firing[0].when, back, resolved[0].when]
+    )
+
+
+def test_the_dashboard_can_be_drawn(story: Story) -> None:
+    """No query is refused, and no panel is empty. Look at the picture."""
+    seconds = time.time() - story.span[0]
+    problems = draw(DASHBOARD, story.lab.prometheus.url, PICTURE, seconds, CHOSEN)
+    print(f"the dashboard: {PICTURE}", file=sys.stderr)
+    assert [each for each in problems if each.kind != "constant"] == []
 
 
 def test_the_exposition_passes_promtool(story: Story) -> None:

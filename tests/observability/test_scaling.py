@@ -16,6 +16,7 @@ from tests.observability.live.scaling import at_pace, faster
         ("lag > clamp_min(3 * interval, 900)", "lag > clamp_min(3 * interval, 15)"),
         ("rate(errors_total[5m]) > 0.2", "rate(errors_total[5s]) > 0.2"),
         ("increase(errors_total[2h:1m]) > 3", "increase(errors_total[120s:5s]) > 3"),
+        ("lag unless lag offset 6h", "lag unless lag offset 360s"),
         ("predict_linear(free[30m], 3600) < 0", "predict_linear(free[30s], 60) < 0"),
         ("free < 100 * size / 1000", "free < 100 * size / 1000"),
         ('up{job="a 600", le="120"} == 0', 'up{job="a 600", le="120"} == 0'),

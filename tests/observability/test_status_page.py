@@ -134,9 +134,7 @@ def _chromium(tmp_path: Path, scheme: str, *options: str) -> str:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("device", WIDTHS)
 @pytest.mark.parametrize("name", VIEWS)
-def test_the_page_fits_and_can_be_read(
-    tmp_path: Path, name: str, device: str, scheme: str
-) -> None:
+def test_the_page_fits_and_can_be_read(tmp_path: Path, name: str, device: str, scheme: str) -> None:
     width, height = WIDTHS[device], 1900
     framed = tmp_path / "framed.html"
     framed.write_text(
@@ -151,7 +149,7 @@ def test_the_page_fits_and_can_be_read(
     assert measured["inner"] == width
     assert measured["needed"] <= width, "nothing sticks out to the side"
     assert headline(VIEWS[name]) in measured["text"]
-    assert ("rgb(17, 20, 24)" == measured["back"]) == (scheme == "dark")
+    assert (measured["back"] == "rgb(17, 20, 24)") == (scheme == "dark")
     PICTURES.mkdir(parents=True, exist_ok=True)
     picture = PICTURES / f"{name}-{device}-{scheme}.png"
     picture.unlink(missing_ok=True)

@@ -36,7 +36,7 @@ RUN = "live"
 BUCKET = "live"
 URL = f"s3://{BUCKET}/{RUN}"
 SAVE_SECONDS = 3.0
-KEEP_LAST = 4
+KEEP_LAST = 3
 
 
 class Identity:
@@ -100,7 +100,7 @@ class Node:
     @property
     def labels(self) -> dict[str, str]:
         """Of all that is scraped here."""
-        return {"namespace": NAMESPACE, "pod": self.name, "container": "ds-ckpt"}
+        return {"namespace": NAMESPACE, "pod": self.name, "container": "ds-ckpt-sidecar"}
 
     def page(self, path: str, accept: str = "*/*") -> bytes:
         """What the agent answers."""

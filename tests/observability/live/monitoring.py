@@ -20,6 +20,7 @@ from ds_ckpt_store.contract.clock import system_random
 from tests.observability.tools.install import BIN
 
 START_SECONDS = 30.0
+SCRAPE_SECONDS = 1
 POLL_SECONDS = 0.1
 
 

@@ -3,7 +3,7 @@
 A run of minutes cannot wait as long as a person at night should be let sleep. So of each rule
 
 * ``for`` and ``keep_firing_for`` become shorter by :data:`FASTER`,
-* so do the windows of ``rate`` and its like, and the times that stand in its expression as
+* so do the windows of ``rate`` and its like, offsets, and the times that stand in its expression as
   plain numbers: floors that a wait must exceed whatever the save interval is, and how far ahead a
   prediction looks. A plain number of :data:`LEAST_TIME` or more is such a time.
 
@@ -26,7 +26,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 LEAST_TIME = 60
 _STRING = r'"[^"]*"|\'[^\']*\''
 _NUMBER = re.compile(rf"({_STRING})|(?<![\w.$\[:])(\d+)(?![\w.])")
-_WINDOW = re.compile(r"(?<=[\[:])(\d+)([smhd])(?=[]:])")
+_WINDOW = re.compile(r"(?:(?<=[\[:])|(?<=\boffset ))(\d+)([smhd])(?![\w.])")
 
 
 def at_pace(text: str) -> str:

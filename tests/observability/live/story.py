@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.clock import system_random
 from ds_ckpt_store.contract.volume import Volume
 from tests.faultproxy import Fault
-from tests.observability.expressions import alerts_on
 from tests.observability.live.lab import SAVE_SECONDS, Lab, Node
 from tests.observability.live.monitoring import wait_until
 
@@ -26,7 +25,10 @@ PATIENCE = 60.0
 """Seconds that one thing may take, on a busy machine; most take two or three."""
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-LAG = "ds_ckpt_upload_lag_seconds"
+DENIED = "<Error><Code>AccessDenied</Code><Message>Access Denied.</Message></Error>"
+NOBODY = "0" * 32
+"""A node that there is not."""
+
 MIB = 1 << 20
 LEAST_ROOM = 24 * MIB
 MOST_BALLAST = 200 * MIB  # where the volume is no small filesystem
@@ -68,6 +70,7 @@ def tell(lab: Lab, say: Callable[[str], None]) -> Story:
                 story.expositions[accept] = lab.nodes[0].page("/metrics", accept).decode()
         began = time.time()
         event(lab)
+        await_alerts(lab, "firing", since=began, names=ALERTS.get(name, ()))
         story.events[name] = began, time.time()
         say(f"{name}: {time.time() - began:.1f} s")
     return story
@@ -117,7 +120,7 @@ def agent_is_killed(lab: Lab) -> None:
     with fault(lab, second_part):
         wait_until(lambda: lab.proxy.hits(second_part) > 0, PATIENCE, "a second part")
     lab.until('up{pod="live-0"} == 0', PATIENCE, "the agent to be missed")
-    lab.identity.seconds = 240
+    lab.identity.seconds = 2
     first.agent.start()
     lab.until('ds_ckpt_parts_total{outcome="resumed"} > 0', PATIENCE, "parts that are there")
     limit(lab, first, "--reset")
@@ -126,23 +129,23 @@ def agent_is_killed(lab: Lab) -> None:
 
 def credentials_are_renewed(lab: Lab) -> None:
     """Whoever gives out credentials is well again."""
-    expiry = "min(ds_ckpt_credentials_expiry_timestamp_seconds) - time()"
-    lab.until(f"{expiry} < 300", PATIENCE, "credentials that end soon")
     lab.identity.seconds = 3600
+    expiry = "min(ds_ckpt_credentials_expiry_timestamp_seconds) - time()"
     lab.until(f"{expiry} > 3000", PATIENCE, "credentials that last")
 
 
 def file_is_no_manifest(lab: Lab) -> None:
     """Somebody leaves files in the outbox: one that is damaged, and one of a newer hook."""
     outbox = Path(Volume(str(lab.nodes[0].disk.path)).outbox)
-    node = "0" * 32
-    made = []
     for content in ("{", json.dumps({"schema": 99})):
         save_id = names.new_save_id(int(time.time() * 1000), system_random())
-        made.append(outbox / f"{save_id}.{node}.json")
-        made[-1].write_text(content)
+        (outbox / f"{save_id}.{NOBODY}.json").write_text(content)
     lab.until("ds_ckpt_manifests_refused > 0", PATIENCE, "a manifest that is refused")
-    for path in made:
+
+
+def files_are_removed(lab: Lab) -> None:
+    """Somebody removes these files."""
+    for path in Path(Volume(str(lab.nodes[0].disk.path)).outbox).glob(f"*.{NOBODY}.json"):
         path.unlink()
     lab.until("max(ds_ckpt_manifests_refused) == 0", PATIENCE, "it to be gone")
 
@@ -153,13 +156,21 @@ def save_is_skipped(lab: Lab) -> None:
     lab.until("ds_ckpt_trainer_skipped_saves > 0", PATIENCE, "a save that is not handed over")
 
 
+def rights_are_missing(lab: Lab) -> None:
+    """Somebody takes the right to write away; trying again does not help."""
+    refused = Fault(r"^PUT .*global_step", "status", times=None, status=403, body=DENIED)
+    with fault(lab, refused):
+        lab.until("ds_ckpt_consecutive_failures > 3", PATIENCE, "failures in a row")
+        await_alerts(lab, "firing", since=0.0, names=["DsCkptUploadFailing"])
+    lab.until("max(ds_ckpt_upload_lag_seconds) < 5", PATIENCE, "the backlog to be gone")
+
+
 def store_stops(lab: Lab) -> None:
     """The store is gone while training goes on; meanwhile a shard of what waits is changed."""
-    began = time.time()
     lab.server.kill()
     lab.until('ds_ckpt_backlog_saves{pod="live-0"} >= 2', PATIENCE, "a backlog")
     change_a_shard(lab.nodes[0])
-    await_alerts(lab, "firing", since=began)
+    lab.save_every(2 * SAVE_SECONDS)
 
 
 def store_is_back(lab: Lab) -> None:
@@ -169,7 +180,8 @@ def store_is_back(lab: Lab) -> None:
     lab.proxy.lead_to(*lab.server.address)
     lab.until("max(ds_ckpt_upload_lag_seconds) < 10", PATIENCE, "the backlog to be gone")
     lab.until('ds_ckpt_saves_decided_total{state="superseded"} > 0', PATIENCE, "a changed save")
-    await_alerts(lab, "resolved", since=began)
+    await_alerts(lab, "resolved", since=began, names=["DsCkptUploadLag"])
+    lab.save_every(SAVE_SECONDS)
 
 
 def file_is_held(lab: Lab) -> None:
@@ -240,7 +252,9 @@ EVENTS: tuple[Event, ...] = (
     agent_is_killed,
     credentials_are_renewed,
     file_is_no_manifest,
+    files_are_removed,
     save_is_skipped,
+    rights_are_missing,
     store_stops,
     store_is_back,
     file_is_held,
@@ -249,6 +263,23 @@ EVENTS: tuple[Event, ...] = (
     volume_is_replaced,
     training_ends,
 )
+
+
+# Event to the alerts that it makes fire. An event lasts until they do.
+ALERTS = {
+    "byte_flips": ("DsCkptVerifyFailed",),
+    "agent_is_killed": ("DsCkptCredentialsExpiring",),
+    "file_is_no_manifest": ("DsCkptManifestRefused",),
+    "rights_are_missing": ("DsCkptUploadFailing",),
+    "store_stops": (
+        "DsCkptUploadLag",
+        "DsCkptExposure",
+        "DsCkptVolumeFilling",
+        "DsCkptAgentSilent",
+    ),
+    "node_is_missing": ("DsCkptNodeMissing", "DsCkptAgentDown"),
+    "volume_is_replaced": ("DsCkptSaveLost",),
+}
 
 
 # ---- its means
@@ -277,10 +308,8 @@ def room(path: Path) -> int:
     return state.f_bavail * state.f_frsize
 
 
-def await_alerts(lab: Lab, status: str, *, since: float) -> None:
-    """Wait until the receiver has been told that each alert on the lag fires, or does not."""
-    names = alerts_on(LAG)
-    assert names, f"no alert looks at {LAG}"
+def await_alerts(lab: Lab, status: str, *, since: float, names: Iterable[str]) -> None:
+    """Wait until the receiver has been told that these alerts fire, or do so no longer."""
     for name in names:
         wait_until(
             lambda name=name: bool(lab.receiver.heard(name, status, since)),
