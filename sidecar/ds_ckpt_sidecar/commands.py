@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from ds_ckpt_sidecar import __version__, collecting, doctoring, reading, render
 from ds_ckpt_sidecar.console import URLS, AsJson, Bandwidth, StallSeconds, app, errors, keep_apart
 from ds_ckpt_sidecar.limits import describe_rate
+from ds_ckpt_sidecar.observe.view import View, look
+from ds_ckpt_sidecar.observe.web import document
 from ds_ckpt_sidecar.running import explained, run_agent
 from ds_ckpt_sidecar.settings import LimitSettings, check, load
 from ds_ckpt_store.contract.clock import SystemClock
@@ -231,28 +233,53 @@ def status(
         typer.Option(help="The shared volume.", metavar="DIR", envvar="DS_CKPT_VOLUME"),
     ],
     as_json: AsJson = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on until Ctrl-C; into a pipe: at each change.")
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, max=3600, help="Seconds between two looks of --watch.")
+    ] = 2.0,
 ) -> None:
     """Show what sidecar and trainer last said on a volume.
 
-    Example: ds-ckpt status --volume /ckpt
+    Example: ds-ckpt status --volume /ckpt --watch
     """
     with errors():
         if not os.path.isdir(volume):
             raise InputError(f"the volume {volume} does not exist")
         place = Volume(volume)
-        saves = list(_save_statuses(place))
-        sidecar, trainer = _if_readable(place.sidecar_status), _if_readable(place.trainer_status)
-        if as_json:
-            render.emit_json(
-                {
-                    "volume": place.path,
-                    "sidecar": sidecar.model_dump(by_alias=True) if sidecar else None,
-                    "trainer": trainer.model_dump(by_alias=True) if trainer else None,
-                    "saves": [save.model_dump(by_alias=True) for save in saves],
-                }
-            )
+        if watch and as_json:
+            raise InputError("--watch prints no JSON: repeat ds-ckpt status --json instead")
+        if watch:
+            render.watch_status(partial(_view, place), interval)
+        elif as_json:
+            render.emit_json(_status_document(place))
         else:
-            render.print_status(sidecar, trainer, saves, SystemClock().time())
+            render.print_status(_view(place))
+
+
+def _status_document(place: Volume) -> dict[str, Any]:
+    saves = list(_save_statuses(place))
+    sidecar, trainer = _if_readable(place.sidecar_status), _if_readable(place.trainer_status)
+    restored = _if_readable(place.restored_from)
+    view = look(sidecar, trainer, saves, SystemClock().time(), restored)
+    return {
+        "volume": place.path,
+        "sidecar": sidecar.model_dump(by_alias=True) if sidecar else None,
+        "trainer": trainer.model_dump(by_alias=True) if trainer else None,
+        "saves": [save.model_dump(by_alias=True) for save in saves],
+        "view": document(view),
+    }
+
+
+def _view(place: Volume) -> View:
+    return look(
+        _if_readable(place.sidecar_status),
+        _if_readable(place.trainer_status),
+        list(_save_statuses(place)),
+        SystemClock().time(),
+        _if_readable(place.restored_from),
+    )
 
 
 @app.command()

@@ -7,11 +7,13 @@ import datetime
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.filesize import decimal
+from rich.live import Live
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -21,8 +23,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
-from ds_ckpt_store.contract.manifest import SaveStatus, SidecarStatus, TrainerStatus
+from ds_ckpt_sidecar.observe import web
+from ds_ckpt_sidecar.observe.view import View
 from ds_ckpt_store.records import Record
 
 
@@ -46,8 +50,8 @@ def _console() -> Console:
 
 def moment(milliseconds: int) -> str:
     """A save time for people: UTC, whole seconds."""
-    time = datetime.datetime.fromtimestamp(milliseconds / 1000, datetime.timezone.utc)
-    return time.strftime("%Y-%m-%d %H:%M:%S")
+    saved = datetime.datetime.fromtimestamp(milliseconds / 1000, datetime.timezone.utc)
+    return saved.strftime("%Y-%m-%d %H:%M:%S")
 
 
 def summary(record: Record, *, latest: bool) -> dict[str, Any]:
@@ -126,50 +130,97 @@ def print_record(record: Record, *, latest: bool) -> None:
     console.print(files)
 
 
-def print_status(
-    sidecar: SidecarStatus | None,
-    trainer: TrainerStatus | None,
-    saves: list[SaveStatus],
-    now: float,
-) -> None:
+def print_status(view: View) -> None:
     """``status``: what sidecar and trainer last said on the volume."""
+    _console().print(status(view))
+
+
+def watch_status(look: Callable[[], View], pause: float) -> None:
+    """``status --watch``, until Ctrl-C: in place on a terminal, else a block for each change."""
     console = _console()
-    if sidecar is None:
-        console.print("sidecar   never seen on this volume")
+    with contextlib.suppress(KeyboardInterrupt):
+        if console.is_terminal:
+            with Live(status(look()), console=console, auto_refresh=False, screen=True) as live:
+                while True:
+                    time.sleep(pause)
+                    live.update(status(look()), refresh=True)
+        for view in changes(look, pause):
+            console.print(_text(f"-- {web.moment(view.now)}"), status(view), sep="\n")
+            sys.stdout.flush()
+
+
+def changes(look: Callable[[], View], pause: float) -> Iterator[View]:
+    """The view, and again each time that more than ages have changed."""
+    last: object = None
+    while True:
+        view = look()
+        step = view.trainer.step if view.trainer is not None else None
+        saves = [(save.save_id, save.state, save.bytes_done) for save in view.saves]
+        now = (view.state, view.alive, view.newest and view.newest.save_id, view.error)
+        if (now, view.unready, step, saves) != last:
+            last = (now, view.unready, step, saves)
+            yield view
+        time.sleep(pause)
+
+
+def status(view: View) -> Group:
+    """One view for a terminal."""
+    said = web.document(view)
+    lines = [_text(f"now       {web.headline(view)}", "bold")]
+    if not view.heartbeat:
+        lines.append(_text("sidecar   never seen on this volume"))
     else:
-        console.print(
-            f"sidecar   {sidecar.state}, seen {now - sidecar.time:.0f} s ago, backlog "
-            f"{sidecar.backlog_saves} saves / {decimal(sidecar.backlog_bytes)}, "
-            f"free {decimal(sidecar.free_bytes)}"
-        )
-        console.print(f"to        {sidecar.destination or '(not connected yet)'}")
-        newest = sidecar.newest_committed_tag or "none yet"
-        console.print(f"durable   {newest}")
-        if sidecar.last_error:
-            console.print(f"error     {sidecar.last_error}", style="red")
+        lines += [
+            _text(
+                f"sidecar   {view.state}, seen {web.span(view.now - view.heartbeat)} ago, backlog "
+                f"{view.backlog_saves} saves / {decimal(view.backlog_bytes)}, "
+                f"free {decimal(view.free_bytes)}"
+            ),
+            _text(f"to        {said['destination'] or '(not connected yet)'}"),
+            _text(f"durable   {view.newest.tag if view.newest else 'none yet'}"),
+            _text(f"lag       {web.span(view.lag_seconds)}"),
+        ]
+        for name in ("unready", "error", "remedy"):
+            if said[name]:
+                lines.append(_text(f"{name:<9} {said[name]}", "" if name == "remedy" else "red"))
+    trainer = said["trainer"]
     if trainer is None:
-        console.print("trainer   never seen on this volume")
+        lines.append(_text("trainer   never seen on this volume"))
     else:
-        state = "finished" if trainer.finished else "running"
-        console.print(
-            f"trainer   {state}, run {trainer.run_id!r}, step {trainer.step}, "
-            f"seen {now - trainer.time:.0f} s ago"
-        )
-        if trainer.error:
-            console.print(f"error     {trainer.error}", style="red")
-    if saves:
-        table = Table(box=None, pad_edge=False)
-        for name in ("TAG", "STATE", "DONE", "SINCE", "REASON"):
-            table.add_column(name, overflow="fold")
-        for save in saves:
-            share = f"{100 * save.bytes_done // save.bytes_total} %" if save.bytes_total else ""
-            reason = save.reason or (
-                f"waiting for nodes {', '.join(node[:8] for node in save.waiting_for)}"
-                if save.waiting_for
-                else ""
+        state = "finished" if trainer["finished"] else "running"
+        lines.append(
+            _text(
+                f"trainer   {state}, run {trainer['run_id']!r}, step {trainer['step']}, "
+                f"seen {web.span(view.trainer_silent_seconds)} ago"
             )
-            table.add_row(save.tag, save.state, share, f"{now - save.time:.0f} s", reason)
-        console.print(table)
+        )
+        if trainer["error"]:
+            lines.append(_text(f"error     {trainer['error']}", "red"))
+    return Group(*lines, _saves(said["saves"])) if said["saves"] else Group(*lines)
+
+
+def _saves(saves: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("TAG", "STATE", "DONE", "LEFT", "AGE", "REASON"):
+        table.add_column(name, overflow="fold")
+    for save in saves:
+        nodes = ", ".join(node[:8] for node in save["waiting_for"])
+        left = save["left_seconds"]
+        table.add_row(
+            _text(save["tag"]),
+            save["state"],
+            f"{100 * save['share']:.0f} %" if save["bytes_total"] else "",
+            "" if left is None else web.span(left),
+            web.span(save["age_seconds"]),
+            _text(save["reason"] or (f"waiting for nodes {nodes}" if nodes else "")),
+        )
+    return table
+
+
+def _text(text: str, style: str = "") -> Text:
+    """As it is, but for what a terminal would obey or cannot show."""
+    plain = text.encode(errors="replace").decode()
+    return Text("".join(c if c.isprintable() else "?" for c in plain), style=style)
 
 
 def show(table: Table) -> None:

@@ -80,7 +80,7 @@ def span(seconds: float | None) -> str:
     if seconds is None or not math.isfinite(seconds):
         return "unknown"
     left = max(0, round(seconds))
-    parts = []
+    parts: list[str] = []
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, left = divmod(left, length)
         if count or parts or unit == "s":
