@@ -25,6 +25,65 @@ MODELS = {
     "TrainJob": kubeflow.TrainerV1alpha1TrainJob,
     "TrainingRuntime": kubeflow.TrainerV1alpha1TrainingRuntime,
 }
+# Of monitoring.coreos.com/v1, of what the operator takes; True: anything. Models of it that can be
+# had take unknown fields.
+METADATA = {"name": True, "namespace": True, "labels": True, "annotations": True}
+PROMETHEUS = {
+    "PodMonitor": {
+        "apiVersion": True,
+        "kind": True,
+        "metadata": METADATA,
+        "spec": {
+            "selector": {"matchLabels": True, "matchExpressions": True},
+            "namespaceSelector": {"any": True, "matchNames": True},
+            "jobLabel": True,
+            "podTargetLabels": True,
+            "podMetricsEndpoints": [
+                {
+                    "port": True,
+                    "path": True,
+                    "interval": True,
+                    "scrapeTimeout": True,
+                    "honorLabels": True,
+                    "relabelings": [
+                        {
+                            "sourceLabels": True,
+                            "separator": True,
+                            "targetLabel": True,
+                            "regex": True,
+                            "replacement": True,
+                            "action": True,
+                        }
+                    ],
+                }
+            ],
+        },
+    },
+    "PrometheusRule": {
+        "apiVersion": True,
+        "kind": True,
+        "metadata": METADATA,
+        "spec": {
+            "groups": [
+                {
+                    "name": True,
+                    "interval": True,
+                    "rules": [
+                        {
+                            "alert": True,
+                            "record": True,
+                            "expr": True,
+                            "for": True,
+                            "keep_firing_for": True,
+                            "labels": True,
+                            "annotations": True,
+                        }
+                    ],
+                }
+            ]
+        },
+    },
+}
 # Of kubeflow.org/v1; True: anything.
 REPLICA = {"replicas": True, "restartPolicy": True, "template": True}
 PYTORCH_JOB = {
@@ -69,6 +128,11 @@ def complaints(document: dict[str, Any], versions: list[str]) -> Iterator[str]:
         yield from differences(document, known.to_dict(), kind)
     elif kind == "PyTorchJob":
         yield from unknown(document, PYTORCH_JOB, kind)
+    elif kind in PROMETHEUS:
+        yield from unknown(document, PROMETHEUS[kind], kind)
+        if document["apiVersion"] != "monitoring.coreos.com/v1":
+            yield f"{document['apiVersion']} has no {kind}"
+        return
     else:
         for version in versions:
             yield from by_schema(document, version)
@@ -107,7 +171,10 @@ def differences(given: Any, known: Any, place: str) -> Iterator[str]:
 
 def unknown(given: Any, known: Any, place: str) -> Iterator[str]:
     """Fields that are not listed."""
-    if known is not True:
+    if isinstance(known, list):
+        for number, each in enumerate(given):
+            yield from unknown(each, known[0], f"{place}[{number}]")
+    elif known is not True:
         for key, value in given.items():
             if key not in known:
                 yield f"{place}.{key} is not known"

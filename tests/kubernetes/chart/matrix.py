@@ -321,7 +321,16 @@ CASES: dict[str, Values] = {
         },
     ),
     "gs": merged(LEAST, {"destination": "gs://bucket/runs/one"}),
-    "az": merged(LEAST, {"destination": "az://container/runs/one"}),
+    "az": merged(
+        LEAST,
+        {
+            "destination": "az://container/runs/one",
+            "storeEnv": {"AZURE_STORAGE_ACCOUNT": "account"},
+        },
+    ),
+    "az by a secret": merged(
+        LEAST, {"destination": "az://container/runs/one", "credentials": {"secret": "azure"}}
+    ),
     "sftp": merged(LEAST, {"destination": "sftp://host.example/runs/one"}),
     "bytes as numbers": merged(
         LEAST,
