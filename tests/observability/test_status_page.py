@@ -79,7 +79,12 @@ def busy() -> View:
         _save(1200, "stored", 1500, waiting_for=["a" * 32, "b" * 32], waiting_since=NOW - 700),
         _save(1100, "quarantined", 2700, reason="shard " + "y" * 120 + " changed after the save"),
         _save(1000, "committed", 4000, durable_since=NOW - 3600),
-        *(_save(n, "cleaned", 5000 + n, durable_since=NOW - 4000) for n in range(100, 160)),
+        *(
+            _save(
+                n, "cleaned", 5000 + 1300 * (160 - n), durable_since=NOW - 4700 - 1300 * (160 - n)
+            )
+            for n in range(100, 160)
+        ),
     ]
     trainer = TrainerStatus(run_id="run", attempt="a", time=NOW - 3, step=1342, skipped_saves=2)
     return look(agent, trainer, saves, NOW)
