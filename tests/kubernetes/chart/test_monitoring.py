@@ -52,9 +52,13 @@ def test_the_rules_are_those_of_the_file_with_the_base_of_their_runbooks(
 
 
 def test_the_dashboard_is_the_file_with_labels_that_can_be_others(rendered: Rendered) -> None:
-    expected = json.loads((CHART / "files/dashboard.json").read_text())
-    for case, label in ((ALL, "yes"), ("no workload, rules and dashboard", "1")):
+    file = (CHART / "files/dashboard.json").read_text()
+    for case, label, base in (
+        (ALL, "yes", "https://wiki.example/ds-ckpt/runbooks"),
+        ("no workload, rules and dashboard", "1", "docs/runbooks.md"),
+    ):
         made = only("ConfigMap", rendered[case])
+        expected = json.loads(file.replace("RUNBOOK_BASE", base))
         assert json.loads(made["data"]["ds-ckpt.json"]) == expected
         assert made["metadata"]["labels"]["grafana_dashboard"] == label
         assert len(json.dumps(made)) < 1_000_000  # what a ConfigMap may hold

@@ -313,6 +313,21 @@ SENTENCES: list[tuple[Values, str]] = [
 ]
 
 # Wherever a credential may stand, whatever it is called.
+MONITORED: list[tuple[Values, str]] = [
+    (
+        set_to("monitoring.podMonitor.enabled", True, NONE),
+        "monitoring.podMonitor.enabled: with workload.kind=none this release has no pods to select",
+    ),
+    (
+        set_to("monitoring.podMonitor.fromNamespace", "monitoring"),
+        "monitoring.podMonitor.fromNamespace is whom networkPolicy lets in, and does nothing",
+    ),
+    (
+        set_to("monitoring.dashboard.labels", {"app.kubernetes.io/name": "x"}),
+        "monitoring.dashboard.labels: app.kubernetes.io/name is set by the chart. Take it out",
+    ),
+]
+
 CLEAR: list[tuple[str, Any]] = [
     ("storeEnv", {"AWS_SECRET_ACCESS_KEY": "x"}),
     ("storeEnv", {"AWS_ACCESS_KEY_ID": "x"}),
@@ -413,6 +428,7 @@ BY_SCHEMA: list[tuple[str, Any, str]] = [
     ("pod.tolerations", {}, "array"),
     ("restore.enabled", "no", "boolean"),
     ("kubernetesReports.enabled", "on", "boolean"),
+    ("monitoring.podMonitor.interval", "often", "ms"),
 ]
 
 # What a template reads without asking whether it is there.
@@ -461,7 +477,7 @@ def refusal(helm: Helm, values: Values, **options: Any) -> str:
 
 
 def test_what_does_not_go_together_is_refused_with_a_sentence(helm: Helm) -> None:
-    for values, sentence in SENTENCES:
+    for values, sentence in (*SENTENCES, *MONITORED):
         assert sentence in refusal(helm, values), values
 
 
