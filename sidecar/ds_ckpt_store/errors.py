@@ -36,6 +36,16 @@ do. Whoever catches one decides by class, never by text.
 
 from __future__ import annotations
 
+import re
+
+# Headers, up to the end of their line, and parameters of a URL: a server, or a gateway before it,
+# may put the request into its answer.
+_SECRETS = re.compile(
+    r"(?i)\b(authorization|[\w-]*security-token|[\w-]*authorization-token)(['\"]?\s*[:=]\s*)"
+    r"[^\r\n<&]+"
+    r"|\b(sig|signature|x-amz-signature|x-goog-signature)(=)[^&\s'\"<]+"
+)
+
 
 class CkptError(Exception):
     """Root of every error that this project raises on purpose."""
@@ -92,10 +102,13 @@ class StoreError(CkptError):
     Args:
         operation: the port's method, e.g. ``put``.
         key: the key it was for, relative to the store's prefix.
-        answer: what the store or the SDK said.
+        answer: what the store or the SDK said; credentials in it are left out.
     """
 
     def __init__(self, operation: str, key: str, answer: str) -> None:
+        answer = _SECRETS.sub(
+            lambda found: f"{found[1] or found[3]}{found[2] or found[4]}...", answer
+        )
         super().__init__(f"{operation} {key!r}: {answer}")
         self.operation = operation
         self.key = key

@@ -16,7 +16,6 @@ import itertools
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from urllib.parse import urlsplit, urlunsplit
 
 from ds_ckpt_sidecar.observe.remedies import remedy
 from ds_ckpt_store.contract.manifest import (
@@ -26,6 +25,7 @@ from ds_ckpt_store.contract.manifest import (
     SidecarStatus,
     TrainerStatus,
 )
+from ds_ckpt_store.stores import shown
 
 FRESH_SECONDS = 60.0
 """A heartbeat that is older is silence; both beat every few seconds."""
@@ -212,12 +212,11 @@ def look(
 
 
 def without_secrets(url: str) -> str:
-    """A URL without user, password, query and fragment, which may carry credentials."""
+    """A URL, which anybody may have written, without what may be secret in it."""
     try:
-        parts = urlsplit(url)
+        return shown(url) if url else ""
     except ValueError:
-        return url.split("?")[0].split("#")[0].rpartition("@")[2]
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+        return "..."
 
 
 def _save(save: SaveStatus, said: SidecarStatus, now: float) -> SaveView:
