@@ -80,6 +80,31 @@ says what to change, before a cluster sees it.
 {{- if not (regexMatch "^[a-z][a-z0-9+.-]*://." $url) -}}
 {{- fail (printf "destination %q is no URL: write s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder" $url) -}}
 {{- end -}}
+{{- if ne $url (trim $url) -}}
+{{- fail (printf "destination %q begins or ends with a space: take it out" $url) -}}
+{{- end -}}
+{{- if contains "$(" $url -}}
+{{- fail (printf "destination %s: Kubernetes would put a variable in place of $(...). Write it out, with helm's or your own means" $url) -}}
+{{- end -}}
+{{- if regexMatch "^(s3|gs|az):///" $url -}}
+{{- fail (printf "destination %s names no bucket: write it after two slashes, as %sbucket/prefix" $url (regexFind "^[a-z0-9]+://" $url)) -}}
+{{- end -}}
+{{- if and (hasPrefix "file://" $url) (regexMatch "/\\.\\.?(/|$)" $url) -}}
+{{- fail (printf "destination %s: write the folder without . and .." $url) -}}
+{{- end -}}
+{{- if hasPrefix "az://" $url -}}
+{{- $names := concat (keys .Values.storeEnv) (list) -}}
+{{- range concat .Values.credentials.env .Values.sidecar.extraEnv -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- $given := .Values.credentials.secret -}}
+{{- range list "DS_CKPT_AZURE_ACCOUNT" "DS_CKPT_AZURE_ENDPOINT" "AZURE_STORAGE_ACCOUNT" "AZURE_STORAGE_CONNECTION_STRING" -}}
+{{- $given = or $given (has . $names) -}}
+{{- end -}}
+{{- if not $given -}}
+{{- fail (printf "destination %s names a container, and nothing names its account: set storeEnv.AZURE_STORAGE_ACCOUNT, or name a secret in credentials that holds AZURE_STORAGE_CONNECTION_STRING" $url) -}}
+{{- end -}}
+{{- end -}}
 {{- if regexMatch "^[a-z0-9+.-]+://[^/]*:[^/]*@" $url -}}
 {{- fail "destination holds a password, which would be shown wherever the destination is: take it out, and name a secret in credentials" -}}
 {{- end -}}
@@ -96,6 +121,17 @@ says what to change, before a cluster sees it.
 {{- end -}}
 {{- if not $mounted -}}
 {{- fail (printf "destination %s: the sidecar mounts nothing there. Add the volume to pod.extraVolumes and its mount to sidecar.extraVolumeMounts, and let the destination be a folder below the mount" $url) -}}
+{{- end -}}
+{{- if and .Values.trainer.readsStore (ne .Values.workload.kind "none") -}}
+{{- $mounted = false -}}
+{{- range .Values.trainer.volumeMounts -}}
+{{- if hasPrefix (printf "%s/" (trimSuffix "/" .mountPath)) $path -}}
+{{- $mounted = true -}}
+{{- end -}}
+{{- end -}}
+{{- if not $mounted -}}
+{{- fail (printf "trainer.readsStore: the trainer mounts nothing at %s. Give trainer.volumeMounts the same mount as sidecar.extraVolumeMounts" $url) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -189,6 +225,16 @@ says what to change, before a cluster sees it.
 {{- fail (printf "%s.limits.memory is %v; at least %dMi are needed: %s" $name . $least $why) -}}
 {{- end -}}
 {{- end -}}
+{{- range $what := list "memory" "cpu" -}}
+{{- $request := dig "requests" $what "" $resources | default "" -}}
+{{- $limit := dig "limits" $what "" $resources | default "" -}}
+{{- if and $request $limit -}}
+{{- $measure := printf "ds-ckpt-sidecar.%s" (ternary "millicores" "bytes" (eq $what "cpu")) -}}
+{{- if gt (int64 (include $measure $request)) (int64 (include $measure $limit)) -}}
+{{- fail (printf "%s.requests.%s is %s, and %s.limits.%s is %s: Kubernetes accepts no request above its limit. Raise the limit" $name $what (include "ds-ckpt-sidecar.scalar" $request) $name $what (include "ds-ckpt-sidecar.scalar" $limit)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -213,6 +259,32 @@ says what to change, before a cluster sees it.
 {{- fail (printf "%s: %s is volume.mountPath already. Mount %s elsewhere" $where .mountPath .name) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- if regexMatch "^/(bin|dev|etc|lib|lib64|opt|opt/ds-ckpt(/.*)?|proc|sys|usr|usr/(bin|lib|local))$" $volume.mountPath -}}
+{{- fail (printf "volume.mountPath is %s: a volume there hides the program that the sidecar runs. Choose another, for instance /checkpoints" $volume.mountPath) -}}
+{{- end -}}
+{{- $files := .Values.credentials.files -}}
+{{- $ours := dict -}}
+{{- if $files.secret -}}
+{{- if eq $files.mountPath $volume.mountPath -}}
+{{- fail (printf "credentials.files.mountPath: %s is volume.mountPath already. Choose another" $files.mountPath) -}}
+{{- end -}}
+{{- $_ := set $ours $files.mountPath "credentials.files.mountPath" -}}
+{{- end -}}
+{{- $where := "sidecar.extraVolumeMounts" -}}
+{{- include "ds-ckpt-sidecar.checkMounts" (dict "where" $where "mounts" .Values.sidecar.extraVolumeMounts "seen" (deepCopy $ours)) -}}
+{{- $seen := ternary $ours (dict) .Values.trainer.readsStore -}}
+{{- include "ds-ckpt-sidecar.checkMounts" (dict "where" "trainer.volumeMounts" "mounts" .Values.trainer.volumeMounts "seen" $seen) -}}
+{{- end -}}
+
+{{/* Kubernetes accepts one mount on a path. */}}
+{{- define "ds-ckpt-sidecar.checkMounts" -}}
+{{- range .mounts -}}
+{{- $path := trimSuffix "/" .mountPath -}}
+{{- with get $.seen $path -}}
+{{- fail (printf "%s: %s is in %s already. Mount one of them elsewhere" $.where $path .) -}}
+{{- end -}}
+{{- $_ := set $.seen $path $.where -}}
 {{- end -}}
 {{- end -}}
 
@@ -255,7 +327,12 @@ says what to change, before a cluster sees it.
 {{- end -}}
 {{- $_ := set $volumes .name true -}}
 {{- end -}}
+{{- $containers := dict -}}
 {{- range $pod.extraInitContainers -}}
+{{- if hasKey $containers .name -}}
+{{- fail (printf "pod.extraInitContainers: %s is there twice. Take one of them out" .name) -}}
+{{- end -}}
+{{- $_ := set $containers .name true -}}
 {{- if has .name (list "ds-ckpt-restore" "ds-ckpt-sidecar" "trainer" "pytorch" "node") -}}
 {{- fail (printf "pod.extraInitContainers: %s is a container of the chart's. Give yours another name" .name) -}}
 {{- end -}}

@@ -112,6 +112,12 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- printf "%.0f" (mulf (float64 $number) (float64 (get $factors (trimPrefix $number $text)))) -}}
 {{- end -}}
 
+{{/* Thousandths of a processor. */}}
+{{- define "ds-ckpt-sidecar.millicores" -}}
+{{- $text := include "ds-ckpt-sidecar.scalar" . -}}
+{{- printf "%.0f" (mulf (float64 (trimSuffix "m" $text)) (ternary 1.0 1000.0 (hasSuffix "m" $text))) -}}
+{{- end -}}
+
 {{/* Seconds from SIGTERM that the agent may use: the grace, less 5 s of overtime and 5 s to be sure. */}}
 {{- define "ds-ckpt-sidecar.drainSeconds" -}}
 {{- if kindIs "invalid" .Values.sidecar.drainSeconds -}}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kubernetes.chart.helm import Helm, RefusedError
-from tests.kubernetes.chart.matrix import AGENT, CLAIM, LEAST, NONE, Values, kind, merged
+from tests.kubernetes.chart.matrix import AGENT, CASES, CLAIM, LEAST, NONE, Values, kind, merged
 
 
 def set_to(path: str, value: Any, over: Values = LEAST) -> Values:
@@ -48,12 +48,41 @@ SENTENCES: list[tuple[Values, str]] = [
         "destination holds a password, which would be shown wherever the destination is",
     ),
     (
-        set_to("destination", "az://c/x?sig=abc"),
+        set_to("destination", "s3://c/x?sig=abc"),
         "destination has a query, and a signature there would be shown wherever",
     ),
     (
         set_to("destination", "file:///mnt/store/x"),
         "destination file:///mnt/store/x: the sidecar mounts nothing there. Add the volume to",
+    ),
+    (
+        set_to("destination", "s3://bucket/x "),
+        'destination "s3://bucket/x " begins or ends with a space: take it out',
+    ),
+    (
+        set_to("destination", "s3://bucket/$(RUN)"),
+        "destination s3://bucket/$(RUN): Kubernetes would put a variable in place of $(...). Write "
+        "it out, with helm's or your own means",
+    ),
+    (
+        set_to("destination", "gs:///bucket/x"),
+        "destination gs:///bucket/x names no bucket: write it after two slashes, as "
+        "gs://bucket/prefix",
+    ),
+    (
+        set_to("destination", "file:///mnt/store/../x"),
+        "destination file:///mnt/store/../x: write the folder without . and ..",
+    ),
+    (
+        set_to("destination", "az://container/x"),
+        "destination az://container/x names a container, and nothing names its account: set "
+        "storeEnv.AZURE_STORAGE_ACCOUNT, or name a secret in credentials that holds "
+        "AZURE_STORAGE_CONNECTION_STRING",
+    ),
+    (
+        set_to("trainer.readsStore", True, CASES["a folder as store"]),
+        "trainer.readsStore: the trainer mounts nothing at file:///mnt/store/runs/one. Give "
+        "trainer.volumeMounts the same mount as sidecar.extraVolumeMounts",
     ),
     # the workload
     (
@@ -135,7 +164,45 @@ SENTENCES: list[tuple[Values, str]] = [
         set_to("trainer.resources.limits.memory", "4Gi", RAM),
         "trainer.resources.limits.memory is 4Gi, and what the trainer writes to the volume counts",
     ),
+    (
+        set_to("sidecar.resources.requests.memory", "1Gi"),
+        "sidecar.resources.requests.memory is 1Gi, and sidecar.resources.limits.memory is 256Mi: "
+        "Kubernetes accepts no request above its limit. Raise the limit",
+    ),
+    (
+        set_to("sidecar.resources.limits.cpu", "50m"),
+        "sidecar.resources.requests.cpu is 100m, and sidecar.resources.limits.cpu is 50m: "
+        "Kubernetes accepts no request above its limit. Raise the limit",
+    ),
+    (
+        set_to("restore.resources", {"requests": {"cpu": 1.5}, "limits": {"cpu": 1}}),
+        "restore.resources.requests.cpu is 1.5, and restore.resources.limits.cpu is 1: Kubernetes",
+    ),
     # the volume
+    (
+        set_to("volume.mountPath", "/opt/ds-ckpt"),
+        "volume.mountPath is /opt/ds-ckpt: a volume there hides the program that the sidecar runs. "
+        "Choose another, for instance /checkpoints",
+    ),
+    (
+        set_to("credentials.files", {"secret": "keys", "mountPath": "/checkpoints"}),
+        "credentials.files.mountPath: /checkpoints is volume.mountPath already. Choose another",
+    ),
+    (
+        merged(
+            LEAST,
+            {
+                "credentials": {"files": {"secret": "keys", "mountPath": "/keys"}},
+                "sidecar": {"extraVolumeMounts": [{"name": "ds-ckpt", "mountPath": "/keys/"}]},
+            },
+        ),
+        "sidecar.extraVolumeMounts: /keys is in credentials.files.mountPath already. Mount one of "
+        "them elsewhere",
+    ),
+    (
+        set_to("trainer.volumeMounts", [{"name": "ds-ckpt", "mountPath": "/x"}] * 2),
+        "trainer.volumeMounts: /x is in trainer.volumeMounts already. Mount one of them elsewhere",
+    ),
     (
         merged(LEAST, CLAIM, {"volume": {"emptyDir": {"sizeLimit": "1Gi"}}}),
         "volume.existingClaim and volume.emptyDir are both set: leave one of them out",
@@ -292,6 +359,10 @@ SENTENCES: list[tuple[Values, str]] = [
     (
         set_to("pod.extraInitContainers", [{"name": "ds-ckpt-restore", "image": "x"}]),
         "pod.extraInitContainers: ds-ckpt-restore is a container of the chart's. Give yours",
+    ),
+    (
+        set_to("pod.extraInitContainers", [{"name": "a", "image": "x"}] * 2),
+        "pod.extraInitContainers: a is there twice. Take one of them out",
     ),
     # for pods that are another chart's
     (
