@@ -36,7 +36,7 @@ RUN = "live"
 BUCKET = "live"
 URL = f"s3://{BUCKET}/{RUN}"
 SAVE_SECONDS = 3.0
-KEEP_LAST = 3
+KEEP_LAST = 2
 
 
 class Identity:

@@ -19,7 +19,7 @@ from ds_ckpt_store.contract.clock import system_random
 from ds_ckpt_store.contract.volume import Volume
 from tests.faultproxy import Fault
 from tests.observability.live.lab import SAVE_SECONDS, Lab, Node
-from tests.observability.live.monitoring import wait_until
+from tests.observability.live.monitoring import SCRAPE_SECONDS, wait_until
 
 PATIENCE = 60.0
 """Seconds that one thing may take, on a busy machine; most take two or three."""
@@ -70,7 +70,10 @@ def tell(lab: Lab, say: Callable[[str], None]) -> Story:
                 story.expositions[accept] = lab.nodes[0].page("/metrics", accept).decode()
         began = time.time()
         event(lab)
-        await_alerts(lab, "firing", since=began, names=ALERTS.get(name, ()))
+        if event is not file_is_no_manifest:  # until somebody has been told, more happens
+            await_alerts(lab, "firing", ALERTS.get(name, ()), since=began)
+        if event is EVENTS[-1]:
+            time.sleep(3 * SCRAPE_SECONDS)  # what came last must be scraped, too
         story.events[name] = began, time.time()
         say(f"{name}: {time.time() - began:.1f} s")
     return story
@@ -103,8 +106,10 @@ def byte_flips(lab: Lab) -> None:
 def limit_is_set(lab: Lab) -> None:
     """Somebody limits the bandwidth of one node, and the requests that it may make at a time."""
     first = lab.nodes[0]
-    limit(lab, first, "--bandwidth", "1MiB", "--streams", "1")
-    lab.until(f"ds_ckpt_transfer_bandwidth_limit_bytes_per_second == {MIB}", PATIENCE, "a limit")
+    limit(lab, first, "--bandwidth", "4MiB", "--streams", "1")
+    lab.until(
+        f"ds_ckpt_transfer_bandwidth_limit_bytes_per_second == {4 * MIB}", PATIENCE, "a limit"
+    )
     lab.until("ds_ckpt_backlog_bytes > 0", PATIENCE, "a backlog")
 
 
@@ -144,7 +149,8 @@ def file_is_no_manifest(lab: Lab) -> None:
 
 
 def files_are_removed(lab: Lab) -> None:
-    """Somebody removes these files."""
+    """Somebody has been told of these files, and removes them."""
+    await_alerts(lab, "firing", ALERTS["file_is_no_manifest"])
     for path in Path(Volume(str(lab.nodes[0].disk.path)).outbox).glob(f"*.{NOBODY}.json"):
         path.unlink()
     lab.until("max(ds_ckpt_manifests_refused) == 0", PATIENCE, "it to be gone")
@@ -161,16 +167,18 @@ def rights_are_missing(lab: Lab) -> None:
     refused = Fault(r"^PUT .*global_step", "status", times=None, status=403, body=DENIED)
     with fault(lab, refused):
         lab.until("ds_ckpt_consecutive_failures > 3", PATIENCE, "failures in a row")
-        await_alerts(lab, "firing", since=0.0, names=["DsCkptUploadFailing"])
+        await_alerts(lab, "firing", ALERTS["rights_are_missing"])
     lab.until("max(ds_ckpt_upload_lag_seconds) < 5", PATIENCE, "the backlog to be gone")
 
 
 def store_stops(lab: Lab) -> None:
     """The store is gone while training goes on; meanwhile a shard of what waits is changed."""
+    began = time.time()
     lab.server.kill()
     lab.until('ds_ckpt_backlog_saves{pod="live-0"} >= 2', PATIENCE, "a backlog")
     change_a_shard(lab.nodes[0])
     lab.save_every(2 * SAVE_SECONDS)
+    await_alerts(lab, "firing", ["DsCkptUploadLag"], since=began)
 
 
 def store_is_back(lab: Lab) -> None:
@@ -180,7 +188,7 @@ def store_is_back(lab: Lab) -> None:
     lab.proxy.lead_to(*lab.server.address)
     lab.until("max(ds_ckpt_upload_lag_seconds) < 10", PATIENCE, "the backlog to be gone")
     lab.until('ds_ckpt_saves_decided_total{state="superseded"} > 0', PATIENCE, "a changed save")
-    await_alerts(lab, "resolved", since=began, names=["DsCkptUploadLag"])
+    await_alerts(lab, "resolved", ["DsCkptUploadLag"], since=began)
     lab.save_every(SAVE_SECONDS)
 
 
@@ -248,10 +256,10 @@ EVENTS: tuple[Event, ...] = (
     training_begins,
     store_throttles,
     byte_flips,
+    file_is_no_manifest,
     limit_is_set,
     agent_is_killed,
     credentials_are_renewed,
-    file_is_no_manifest,
     files_are_removed,
     save_is_skipped,
     rights_are_missing,
@@ -265,11 +273,11 @@ EVENTS: tuple[Event, ...] = (
 )
 
 
-# Event to the alerts that it makes fire. An event lasts until they do.
+# Event to the alerts that it makes fire.
 ALERTS = {
     "byte_flips": ("DsCkptVerifyFailed",),
-    "agent_is_killed": ("DsCkptCredentialsExpiring",),
     "file_is_no_manifest": ("DsCkptManifestRefused",),
+    "agent_is_killed": ("DsCkptCredentialsExpiring",),
     "rights_are_missing": ("DsCkptUploadFailing",),
     "store_stops": (
         "DsCkptUploadLag",
@@ -308,7 +316,7 @@ def room(path: Path) -> int:
     return state.f_bavail * state.f_frsize
 
 
-def await_alerts(lab: Lab, status: str, *, since: float, names: Iterable[str]) -> None:
+def await_alerts(lab: Lab, status: str, names: Iterable[str], since: float = 0.0) -> None:
     """Wait until the receiver has been told that these alerts fire, or do so no longer."""
     for name in names:
         wait_until(
