@@ -32,6 +32,7 @@ PIP_INSTALL := python -m pip --disable-pip-version-check install --quiet --no-in
 PIP := $(BIN)/$(PIP_INSTALL)
 # The versions stand in pyproject.toml and nowhere else.
 TORCH = $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 DEEPSPEED = $(shell sed -n 's/^ *"\(deepspeed[^"]*\)".*/\1/p' pyproject.toml)
 
 # Servers for tests that are no libraries of ours: each apart from .venv, whose packages they would
@@ -173,7 +174,7 @@ bench: $(STAMP) $(BENCH_STAMP) ## the benchmarks in bench/, each beside what one
 
 image: ## the sidecar's image, by podman or docker; IMAGE=registry.example/ds-ckpt-sidecar:0.1.0
 	@test -n "$(ENGINE)" || { echo "neither podman nor docker is on PATH: install one"; exit 1; }
-	$(ENGINE) build --build-arg REVISION=$$(git rev-parse HEAD) \
+	$(ENGINE) build --build-arg REVISION=$$(git rev-parse HEAD) --build-arg VERSION=$(VERSION) \
 		$(if $(BASE),--build-arg BASE=$(BASE)) --tag $(IMAGE) $(ARGS) .
 
 # For every platform of Linux, with the hashes of all their wheels.

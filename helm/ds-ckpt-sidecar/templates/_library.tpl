@@ -14,11 +14,14 @@ Single lists, for a pod that has such lists already:
 */}}
 
 {{- define "ds-ckpt-sidecar.resolve" -}}
-{{- $own := .given -}}
-{{- with .given.Subcharts -}}
+{{- $own := .given | default dict -}}
+{{- with $own.Subcharts -}}
 {{- with index . "ds-ckpt-sidecar" -}}
 {{- $own = . -}}
 {{- end -}}
+{{- end -}}
+{{- if not (hasKey ($own.Values | default dict) "kubernetesReports") -}}
+{{- fail "ds-ckpt-sidecar: the context that a template of this chart was given is not this chart's. If the dependency has an alias, give (index .Subcharts \"alias\") in place of the dot; if its condition may switch it off, put the includes into an if on the same value" -}}
 {{- end -}}
 {{- $_ := set . "own" $own -}}
 {{- end -}}

@@ -10,7 +10,10 @@ A pod's template cannot be changed in place, so the workload's name ends with a 
 what else cannot. A change makes a new workload. Both helms, and later charts, hash the same.
 */}}
 {{- define "ds-ckpt-sidecar.workloadName" -}}
-{{- $names := list "kind" "nodes" "masterPort" "podFailurePolicy" -}}
+{{- $names := list "kind" "nodes" "podFailurePolicy" -}}
+{{- if has .Values.workload.kind (list "IndexedJob" "JobSet") -}}
+{{- $names = append $names "masterPort" -}}
+{{- end -}}
 {{- if not (has .Values.workload.kind (list "Job" "IndexedJob")) -}}
 {{- $names = concat $names (list "processesPerNode" "restartPolicy" "backoffLimit" "podReplacementPolicy" "maxRestarts" "activeDeadlineSeconds") -}}
 {{- end -}}

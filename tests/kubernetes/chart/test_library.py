@@ -213,6 +213,18 @@ def test_a_dependency_with_an_alias_is_given_its_own_context(parent: Parent, jud
     assert pod(found)["spec"]["initContainers"][0]["args"][2] == "gs://bucket/runs/one"
 
 
+@pytest.mark.parametrize("given", [".", '(index .Subcharts "checkpoint")'])
+def test_a_context_that_is_not_the_dependencys_is_refused(parent: Parent, given: str) -> None:
+    parent.change(SINGLE.replace('index .Subcharts "checkpoints"', given), alias="checkpoints")
+    sentence = (
+        "the context that a template of this chart was given is not this chart's. If the "
+        'dependency has an alias, give (index .Subcharts "alias") in place of the dot; if its '
+        "condition may switch it off, put the includes into an if on the same value"
+    )
+    with pytest.raises(RefusedError, match=re.escape(sentence)):
+        parent.render("checkpoints")
+
+
 def test_two_of_them_in_one_chart_share_no_name_and_no_run(parent: Parent, judge: Judge) -> None:
     (parent.path / "templates" / "job.yaml").unlink()
     parent.change(alias="actor")

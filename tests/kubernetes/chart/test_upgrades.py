@@ -98,6 +98,13 @@ def test_limits_of_a_job_change_in_place_and_those_of_others_do_not(
             assert (before == after) == (WORKLOADS[name] == "Job"), (name, limit)
 
 
+def test_a_port_that_a_workload_does_not_use_leaves_it_alone(helms: dict[str, Helm]) -> None:
+    for name in KINDS:
+        before = workload(helms["helm4"], kind(name), name)["metadata"]["name"]
+        after = workload(helms["helm4"], kind(name, masterPort=23456), name)["metadata"]["name"]
+        assert (before != after) == (name in ("IndexedJob", "JobSet")), name
+
+
 def test_a_new_version_of_the_chart_with_the_same_image_leaves_what_trains_alone(
     helms: dict[str, Helm], tmp_path: Path
 ) -> None:
