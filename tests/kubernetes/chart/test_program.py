@@ -69,6 +69,7 @@ def test_every_setting_arrives_as_it_was_meant(
     )
     assert agent.model_dump(exclude={"journal", "termination_log"}) == {
         "volume": "/mnt/ckpt",
+        "volume_limit": 600 * 1024 * MIB,
         "destination": "s3://bucket/runs/one",
         "run_id": "one",
         "keep_last": 3,

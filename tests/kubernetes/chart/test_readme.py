@@ -28,7 +28,7 @@ def test_the_rules_of_the_readme_are_rules_of_a_network_policy(helm: Helm, judge
     policy = {"enabled": True, "egress": {"restrict": True, "rules": rules}}
     found = documents(helm.render(merged(LEAST, {"networkPolicy": policy})))
     assert judge({"rules": found}, ["1.29", "1.37"]) == []
-    assert only("NetworkPolicy", found)["spec"]["egress"][-3:] == rules
+    assert only("NetworkPolicy", found)["spec"]["egress"][-4:] == rules
 
 
 def test_every_setting_that_the_readme_names_is_a_value() -> None:

@@ -174,7 +174,10 @@ def test_nothing_is_in_the_cluster_but_what_was_asked_for(rendered: Rendered) ->
     assert kinds["files without a group"] == ["Job", "Role", "RoleBinding", "ServiceAccount"]
     assert kinds["existing service account"] == ["Job", "Role", "RoleBinding"]
     assert kinds["TrainJob, everything"] == [
+        "ConfigMap",
         "NetworkPolicy",
+        "PodMonitor",
+        "PrometheusRule",
         "Role",
         "RoleBinding",
         "ServiceAccount",
