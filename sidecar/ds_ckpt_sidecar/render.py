@@ -7,7 +7,6 @@ import datetime
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +26,7 @@ from rich.text import Text
 
 from ds_ckpt_sidecar.observe import web
 from ds_ckpt_sidecar.observe.view import View
+from ds_ckpt_store.contract.clock import SystemClock
 from ds_ckpt_store.records import Record
 
 
@@ -142,7 +142,7 @@ def watch_status(look: Callable[[], View], pause: float) -> None:
         if console.is_terminal:
             with Live(status(look()), console=console, auto_refresh=False, screen=True) as live:
                 while True:
-                    time.sleep(pause)
+                    SystemClock().sleep(pause)
                     live.update(status(look()), refresh=True)
         for view in changes(look, pause):
             console.print(_text(f"-- {web.moment(view.now)}"), status(view), sep="\n")
@@ -160,7 +160,7 @@ def changes(look: Callable[[], View], pause: float) -> Iterator[View]:
         if (now, view.unready, step, saves) != last:
             last = (now, view.unready, step, saves)
             yield view
-        time.sleep(pause)
+        SystemClock().sleep(pause)
 
 
 def status(view: View) -> Group:

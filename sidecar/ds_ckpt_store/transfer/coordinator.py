@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 from ds_ckpt_store.errors import CkptError
 from ds_ckpt_store.transfer.budget import Budget
 
-_CHECK_SECONDS = 1.0
+_CHECK_SECONDS = 0.25  # a signal may leave no more than 2 s
 
 
 @dataclass(frozen=True)
