@@ -163,11 +163,14 @@ def save_is_skipped(lab: Lab) -> None:
 
 
 def rights_are_missing(lab: Lab) -> None:
-    """Somebody takes the right to write away; trying again does not help."""
+    """Somebody takes the right to write away, and gives it back."""
     refused = Fault(r"^PUT .*global_step", "status", times=None, status=403, body=DENIED)
     with fault(lab, refused):
         lab.until("ds_ckpt_consecutive_failures > 3", PATIENCE, "failures in a row")
         await_alerts(lab, "firing", ALERTS["rights_are_missing"])
+    for node in lab.nodes:  # as somebody does who will not wait for the next try
+        node.agent.kill()
+        node.agent.start()
     lab.until("max(ds_ckpt_upload_lag_seconds) < 5", PATIENCE, "the backlog to be gone")
 
 
