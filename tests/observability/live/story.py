@@ -288,8 +288,8 @@ ALERTS = {
         "DsCkptVolumeFilling",
         "DsCkptAgentSilent",
     ),
+    "store_is_back": ("DsCkptSaveLost",),
     "node_is_missing": ("DsCkptNodeMissing", "DsCkptAgentDown"),
-    "volume_is_replaced": ("DsCkptSaveLost",),
 }
 
 
