@@ -73,6 +73,9 @@ LAST_SECONDS = 3.0
 MAKE_WAY_SECONDS = 0.5
 """Between two looks at what should be uploaded instead, while there is little time."""
 
+TELL_SECONDS = 0.5
+"""Between two lists of all that is not durable, while something is under way."""
+
 _SHARED = (
     "run trainer and agent as the same user, or give both a common group (fsGroup) and let the "
     "group write (umask 0002)"
@@ -174,6 +177,7 @@ class Agent:
         self._began_hurried = False
         self._rested = False
         self._make_way_due = 0.0
+        self._tell_due = 0.0
         self._failed_passes = 0
         self._said: Verdict = ""
         self._state: AgentState = "starting"
@@ -543,7 +547,10 @@ class Agent:
         if self._journal is not None:
             self._journal.flush()
         syncer.beat(self._state)
-        self._tell(syncer)
+        now = self._clock.monotonic()
+        if now >= self._tell_due:
+            self._tell_due = now + TELL_SECONDS
+            self._tell(syncer)
         try:
             syncer.renew()
         except OwnershipError:
