@@ -178,6 +178,7 @@ class Agent:
         self._rested = False
         self._make_way_due = 0.0
         self._tell_due = 0.0
+        self._find_due = 0.0
         self._failed_passes = 0
         self._said: Verdict = ""
         self._state: AgentState = "starting"
@@ -551,6 +552,9 @@ class Agent:
         if now >= self._tell_due:
             self._tell_due = now + TELL_SECONDS
             self._tell(syncer)
+        if now >= self._find_due:
+            self._find_due = now + self._settings.rescan_seconds
+            syncer.find()
         try:
             syncer.renew()
         except OwnershipError:

@@ -188,8 +188,7 @@ class Syncer:
         current = self.current
         if current is None:
             return False
-        with contextlib.suppress(OSError):
-            self._discover()
+        self.find()
         now = self._clock.monotonic()
         ready = [save for save in self.unfinished() if save is current or save.due <= now]
         return current in ready and pick(ready) is not current
@@ -292,11 +291,21 @@ class Syncer:
 
     # ---- find
 
+    def find(self) -> None:
+        """See what was handed over meanwhile, so that others hear of it in a long upload too.
+
+        Only then: between owning attempts and trying their saves none may come to them.
+        """
+        if self.current is None:
+            return
+        with contextlib.suppress(OSError):
+            self._discover()
+
     def _discover(self) -> None:
         found = self._outbox.scan()
         there = {entry.name for entry in found}
         for save_id, save in list(self._saves.items()):
-            if save.file_name not in there:
+            if save.file_name not in there and save is not self.current:
                 del self._saves[save_id]
                 self._reporter.forget(save_id)
         for name in [name for name in self._bad if name not in there]:

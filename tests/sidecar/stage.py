@@ -197,10 +197,10 @@ class Stage:
         process.start(main)
         return player
 
-    def save(self, tag: str, size: int) -> NodeManifest:
-        """The trainer hands a save over; the agent sees it at its next look."""
+    def save(self, tag: str, size: int, shards: int = 1) -> NodeManifest:
+        """The trainer hands a save over, of equal shards; the agent sees it at its next look."""
         with self._on_stage():
-            return self.trainer.save(tag, {"x": size})
+            return self.trainer.save(tag, {f"x{number}": size for number in range(shards)})
 
     def beat(self, *, finished: bool = False) -> None:
         """The trainer shows that it lives, or says that it has finished."""

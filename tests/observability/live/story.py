@@ -178,8 +178,11 @@ def store_stops(lab: Lab) -> None:
     """The store is gone while training goes on; meanwhile a shard of what waits is changed."""
     began = time.time()
     lab.server.kill()
-    lab.until('ds_ckpt_backlog_saves{pod="live-0"} >= 2', PATIENCE, "a backlog")
+    outbox = Volume(str(lab.nodes[0].disk.path))
+    sent = set(outbox.manifests())  # as far as anybody knows
+    wait_until(lambda: set(outbox.manifests()) - sent != set(), PATIENCE, "a save that waits")
     change_a_shard(lab.nodes[0])
+    lab.until('ds_ckpt_backlog_saves{pod="live-0"} >= 2', PATIENCE, "a backlog")
     lab.save_every(2 * SAVE_SECONDS)
     await_alerts(lab, "firing", ["DsCkptUploadLag"], since=began)
 
