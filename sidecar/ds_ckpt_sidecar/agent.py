@@ -190,6 +190,7 @@ class Agent:
     def stop(self) -> None:
         """Ask it to drain and exit."""
         self._ending.stop()
+        self._limits.lift()
         self._wake.set()
 
     @property
@@ -200,6 +201,7 @@ class Agent:
     def notice(self) -> str:
         """Tell it that the pod is going to end; it answers nothing."""
         self._ending.notice()
+        self._limits.lift()
         self._wake.set()
         return ""
 
@@ -562,6 +564,7 @@ class Agent:
         except StoreError as error:
             self._failures.error("lease", "lease.not_renewed", error=str(error))
         if self._ending.over:
+            self._budget.cut()
             raise PausedError(OVER)
         if self._is_hurried():
             self._make_way(syncer)

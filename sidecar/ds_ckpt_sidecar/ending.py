@@ -24,6 +24,8 @@ NOTICE_SECONDS = 600.0
 FLOOR_SECONDS = 2.0
 """What the kubelet leaves a sidecar at least after SIGTERM."""
 
+_LEAST_SECONDS = 0.1
+
 LIVES_SECONDS = 15.0
 """A trainer that was silent for longer will not save any more: it beats every 5 s."""
 
@@ -87,8 +89,12 @@ class Ending:
         began = [at for at in (self._noticed_at, self._stopped_at) if at is not None]
         if not began:
             return self._drain_seconds
-        left = (began[0] if self.noticed else began[-1]) + self._drain_seconds
-        return max(left - self._clock.monotonic(), FLOOR_SECONDS)
+        now = self._clock.monotonic()
+        left = (began[0] if self.noticed else began[-1]) + self._drain_seconds - now
+        end = FLOOR_SECONDS
+        if self._stopped_at is not None:
+            end = min(end, self._stopped_at + self._drain_seconds - now)
+        return max(left, end, _LEAST_SECONDS)
 
 
 class Impatient:

@@ -23,7 +23,7 @@ def describe_rate(rate: int) -> str:
 
 
 class LimitsWatch:
-    """Keeps a budget as the file on the volume says. Used from one thread.
+    """Keeps a budget as the file on the volume says. Used from one thread, but for :meth:`lift`.
 
     Args:
         volume: where the file lies.
@@ -55,6 +55,13 @@ class LimitsWatch:
         self._found = TransferLimits()
         self._hurried = False
         self._complaint = ""
+
+    def lift(self) -> None:
+        """Free at once, from any thread, the bandwidth that the settings alone bound.
+
+        Requests under way go on with it, before the agent's next look at how things stand.
+        """
+        self._budget.set_bandwidth(self._found.bandwidth or 0)
 
     def hurry(self, hurried: bool) -> bool:
         """Use all that the file on the volume does not forbid, or go back; whether that is new."""

@@ -20,6 +20,7 @@ _WINDOW = 10.0  # seconds that are looked back
 _LEAST = 1.0  # seconds before a measurement tells anything
 _PAUSE = 5.0  # a longer one between two looks is no part of an upload
 _KEPT, _TAKEN = 1.5, 0.9  # of the time left: what may go on, and what may take its place
+_BESIDE = 0.5  # and what may go before one that lacks its commit alone
 
 
 class Rate:
@@ -70,6 +71,9 @@ def first_in_hurry(
 ) -> Save:
     """The save that goes first: the newest that can be stored in time; else the nearest to that.
 
+    One of which no byte is left needs moments, and is sure: it goes before all others, unless a
+    newer one is known to leave plenty of time for it.
+
     Those of which this node has stored all come last: whichever node has stored its part last
     commits them.
 
@@ -85,7 +89,12 @@ def first_in_hurry(
     def bound(save: Save) -> float:
         return seconds_left * (_KEPT if save is current else _TAKEN)
 
+    whole = next((save for save in newest_first if not save.bytes_left), None)
     for save in newest_first:
-        if rate.seconds(save) <= bound(save):
+        if save is whole:
+            return save
+        if whole is None and rate.seconds(save) <= bound(save):
+            return save
+        if rate.known and rate.seconds(save) + COMMIT_SECONDS <= seconds_left * _BESIDE:
             return save
     return min(newest_first, key=lambda save: rate.seconds(save) / bound(save))

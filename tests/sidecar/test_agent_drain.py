@@ -99,6 +99,33 @@ def test_what_did_not_fit_is_continued_by_the_next_start(stage: Stage) -> None:
     assert stage.sent == 8000
 
 
+def test_with_two_seconds_what_lacks_only_its_commit_goes_before_what_has_just_begun(
+    stage: Stage,
+) -> None:
+    stage.save("whole", 300)
+    first = stage.agent()
+    while stage.sent < 300:
+        stage.play(stage.now + 0.005)
+    first.process.kill()
+    assert stage.committed() == []
+    stage.save("new", 9000)
+    second = stage.agent(drain_seconds=2.0)
+    second.agent.stop()
+    stage.play(stage.now + 60)
+    assert stage.committed() == ["whole"]
+    assert second.code == 1
+    assert stage.said().startswith("durable: whole (")
+
+
+def test_a_bound_of_the_settings_is_lifted_by_the_signal_itself(stage: Stage) -> None:
+    for act in ("stop", "notice"):
+        player = stage.agent(bandwidth="64KiB")
+        stage.play(stage.now + 3)
+        getattr(player.agent, act)()
+        assert player.agent._budget.bandwidth == 0
+        player.process.kill()
+
+
 def test_while_it_drains_nothing_is_removed_before_all_is_stored(stage: Stage) -> None:
     stage.save("a", 300)
     stage.save("b", 1500)

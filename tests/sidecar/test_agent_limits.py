@@ -290,3 +290,16 @@ def test_the_pool_has_as_many_threads_as_memory_has_room_for(tmp_path: Path) -> 
     assert agent._budget.fit >= 5
     assert agent._budget.streams() == 2
     assert isinstance(agent._store, MemoryStore)
+
+
+# ---- the end
+
+
+def test_a_signal_lifts_the_settings_bound_at_once_and_never_the_files(watched: Watched) -> None:
+    watched.look()
+    watched.watch.lift()
+    assert watched.budget.bandwidth == 0
+    watched.volume.write_limits(TransferLimits(bandwidth=MIB))
+    watched.look()
+    watched.watch.lift()
+    assert watched.budget.bandwidth == MIB

@@ -77,6 +77,15 @@ def test_a_plan_is_made_from_the_notice_on_and_never_for_less_than_the_kubelet_l
     assert not ending.over, "tried until it is killed, or 25 s after the signal"
 
 
+def test_no_plan_is_made_for_more_than_is_left(clock: HandClock) -> None:
+    ending = Ending(clock, 2.0)
+    ending.stop()
+    clock.now += 1.5
+    assert ending.seconds_left() == 0.5
+    clock.now += 1.5
+    assert 0 < ending.seconds_left() < 0.5
+
+
 def test_a_notice_is_forgotten(clock: HandClock) -> None:
     ending = Ending(clock, 25.0)
     ending.notice()
@@ -284,6 +293,19 @@ def test_what_waits_for_other_nodes_alone_comes_last(clock: HandClock) -> None:
     rate = rate_of(clock, 100)
     assert tag_of([save(1, 100), save(2, 100, waits=True)], rate, 25) == "t1"
     assert tag_of([save(2, 100, waits=True)], rate, 25) == "t2"
+
+
+def test_what_has_no_byte_left_is_not_passed_over_for_a_guess(clock: HandClock) -> None:
+    whole, new = save(1, 1000, done=1000), save(2, 100)
+    unknown = Rate(Counted(), clock)  # type: ignore[arg-type]
+    assert tag_of([whole, new], unknown, 25) == "t1"
+    assert tag_of([whole, new], unknown, 2, current=whole) == "t1"
+    rate = rate_of(clock, 100)
+    assert tag_of([whole, new], rate, 3.9) == "t1", "there may be no time for both"
+    assert tag_of([whole, new], rate, 4) == "t2", "there is plenty of time for both"
+    assert tag_of([whole, save(2, 5000)], rate, 2) == "t1"
+    assert tag_of([save(0, 5, done=5), whole, save(2, 5000)], rate, 2) == "t1"
+    assert tag_of([save(1, 100), save(2, 9, done=9)], rate, 25) == "t2"
 
 
 def test_a_rate_is_of_late_and_a_pause_is_no_part_of_it(clock: HandClock) -> None:

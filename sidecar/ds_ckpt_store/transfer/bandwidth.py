@@ -17,7 +17,7 @@ LEAST = 64 << 10
 leave a connection open on which nothing moves."""
 
 _BURST_SECONDS = 0.1
-_LONGEST_SLEEP = 0.5
+_LONGEST_SLEEP = 0.1  # so soon a change of the bound is seen
 _SHORTEST_SLEEP = 0.001
 
 
@@ -57,7 +57,7 @@ class Bandwidth:
 
         Args:
             size: bytes of the next piece.
-            waiting: called before each short sleep.
+            waiting: called before each short sleep; may raise, and then the piece does not move.
         """
         if not self._rate or size <= 0:
             return

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.digest import CHUNK
-from ds_ckpt_store.errors import SettingsError, ThrottledError
+from ds_ckpt_store.errors import PausedError, SettingsError, ThrottledError
 from ds_ckpt_store.stores.port import Capabilities
 from ds_ckpt_store.transfer.bandwidth import Bandwidth
 from ds_ckpt_store.transfer.climb import Climb
@@ -97,6 +97,7 @@ class Budget:
         self._moved_at = now
         self._stalled = False
         self._failing = False
+        self._cut = False
 
     # ---- what is allowed
 
@@ -135,6 +136,10 @@ class Budget:
         """Change the bound on bytes per second; 0 for none. Holds for transfers under way too."""
         self._bandwidth.set(rate)
 
+    def cut(self) -> None:
+        """Let not one byte more move, now and later: what is under way fails at its next piece."""
+        self._cut = True
+
     # ---- what transfers ask and say
 
     def streams(self) -> int:
@@ -149,8 +154,13 @@ class Budget:
         return min(limit, max(1, int(rate * _PATIENT_SECONDS) // BUFFER)) if rate else limit
 
     def pace(self, size: int) -> None:
-        """Wait until ``size`` more bytes may move, and count them; 0 says: still at work."""
-        self._bandwidth.pace(size, self.alive)
+        """Wait until ``size`` more bytes may move, and count them; 0 says: still at work.
+
+        Raises:
+            PausedError: none may any more.
+        """
+        self._go_on()
+        self._bandwidth.pace(size, self._go_on)
         now = self._clock.monotonic()
         with self._lock:
             if not self._failing:
@@ -158,6 +168,11 @@ class Budget:
             if size > 0:
                 self._moved += size
                 self._climb.moved(size, now)
+
+    def _go_on(self) -> None:
+        if self._cut:
+            raise PausedError("the process ends in the middle of it")
+        self.alive()
 
     def alive(self) -> None:
         """A request goes on without a byte on the network."""

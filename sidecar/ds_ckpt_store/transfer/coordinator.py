@@ -11,7 +11,9 @@ locks; jobs run on the executor and touch nothing but what they were given. What
 * Everything happens in an order that depends only on the order in which jobs end: with an
   executor that runs a job within ``submit``, a run repeats exactly.
 * ``check`` is called before each job and at least once a second. When it raises, no job is
-  submitted any more; those that run are awaited and their results handed over, then it is raised.
+  submitted any more; those that run are awaited and their results handed over, then it is raised:
+  a PausedError only if anything is left to do.
+* A KeyboardInterrupt ends what is under way at its next piece: it waits for no bandwidth.
 * When nothing moves for a while although jobs run, the budget says so.
 * A story that fails stops itself; those already begun are carried to their end, and no further
   one begins. After an error in ``fatal`` (the whole save is over) nothing more is submitted.
@@ -25,7 +27,7 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ds_ckpt_store.errors import CkptError
+from ds_ckpt_store.errors import CkptError, PausedError
 from ds_ckpt_store.transfer.budget import Budget
 
 _CHECK_SECONDS = 0.25  # a signal may leave no more than 2 s
@@ -96,8 +98,8 @@ class Coordinator:
         """Run all stories.
 
         Raises:
-            CkptError: what ``check`` raised; else the first error in ``fatal``; else the first
-                error of a story.
+            CkptError: what ``check`` raised, if it has kept anything from being done; else the
+                first error in ``fatal``; else the first error of a story.
         """
         upcoming = iter(stories)
         self._budget.arrived()
@@ -114,10 +116,16 @@ class Coordinator:
                 self._budget.watch(len(self._running))
                 for future in ended:
                     self._hand_over(future)
+        except KeyboardInterrupt:
+            self._budget.cut()
+            raise
         finally:
             wait(self._running)
             for begun in self._begun:
                 begun.story.close()
+        is_done = not self._begun and next(upcoming, None) is None
+        if is_done and isinstance(self._stop, PausedError):
+            self._stop = None  # it has come too late to keep anything from being done
         self._raise()
 
     def _fill(self, upcoming: Iterator[Story]) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ds_ckpt_store.errors import (
     AmbiguousError,
     ExpiredError,
+    OwnershipError,
     PausedError,
     SettingsError,
     ThrottledError,
@@ -409,3 +410,105 @@ def test_waiting_for_bandwidth_is_no_stall(scene: Scene) -> None:
         budget.pace(MIB)  # 16 seconds each
         watch()
     assert stalls == []
+
+
+# ---- the end
+
+
+def test_a_piece_that_waits_for_bandwidth_goes_soon_after_the_bound_is_lifted() -> None:
+    clock = TickingClock()
+    budget = Budget(clock, bandwidth=64 << 10)
+    lifted: list[float] = []
+    sleep = clock.sleep
+
+    def lift_in_between(seconds: float) -> None:
+        sleep(seconds)
+        if not lifted and clock.now > 3:
+            lifted.append(clock.now)
+            budget.set_bandwidth(0)
+
+    clock.sleep = lift_in_between  # type: ignore[method-assign]
+    budget.pace(MIB)  # 16 seconds
+    assert clock.now == lifted[0]
+
+
+def test_a_piece_that_waits_for_bandwidth_does_not_move_once_the_end_has_come() -> None:
+    clock = TickingClock()
+    budget = Budget(clock, bandwidth=64 << 10)
+    sleep = clock.sleep
+
+    def cut_in_between(seconds: float) -> None:
+        assert seconds <= 0.1
+        sleep(seconds)
+        budget.cut()
+
+    clock.sleep = cut_in_between  # type: ignore[method-assign]
+    with pytest.raises(PausedError):
+        budget.pace(MIB)
+    with pytest.raises(PausedError):
+        budget.pace(0)
+    assert budget.moved == 0
+
+
+def test_an_interrupt_waits_for_no_bandwidth() -> None:
+    clock = TickingClock()
+    budget = Budget(clock, bandwidth=64 << 10)
+    came = threading.Event()
+    clock.sleep = lambda _: came.set() or threading.Event().wait(0.001)  # type: ignore[assignment]
+
+    def check() -> None:
+        if came.is_set():
+            raise KeyboardInterrupt
+
+    def story() -> Story:
+        yield [Job(lambda: budget.pace(MIB))]  # for ever: this clock stands still
+
+    with ThreadPoolExecutor(1) as executor, pytest.raises(KeyboardInterrupt):
+        Coordinator(executor, budget=budget, check=check).run([story()])
+    assert budget.moved == 0
+
+
+@pytest.mark.parametrize(("stories", "raised"), [(1, False), (2, True)])
+def test_a_pause_that_comes_when_all_is_done_is_none(stories: int, raised: bool) -> None:
+    going, asked = threading.Event(), threading.Event()
+
+    def check() -> None:
+        if going.is_set():
+            asked.set()
+            raise PausedError("another goes first")
+
+    def work() -> None:
+        going.set()
+        asked.wait(20)
+
+    def story() -> Story:
+        yield [Job(work)]
+
+    budget = Budget(TickingClock(), streams=1)
+    with ThreadPoolExecutor(1) as executor:
+        coordinator = Coordinator(executor, budget=budget, check=check)
+        if raised:
+            with pytest.raises(PausedError):
+                coordinator.run(story() for _ in range(stories))
+        else:
+            coordinator.run(story() for _ in range(stories))
+
+
+def test_a_prefix_that_is_lost_is_said_even_when_all_is_done() -> None:
+    going, asked = threading.Event(), threading.Event()
+
+    def check() -> None:
+        if going.is_set():
+            asked.set()
+            raise OwnershipError("another run has it")
+
+    def work() -> None:
+        going.set()
+        asked.wait(20)
+
+    def story() -> Story:
+        yield [Job(work)]
+
+    budget = Budget(TickingClock(), streams=1)
+    with ThreadPoolExecutor(1) as executor, pytest.raises(OwnershipError):
+        Coordinator(executor, budget=budget, check=check).run([story()])
