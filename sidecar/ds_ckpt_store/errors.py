@@ -21,6 +21,7 @@
     |   |   |-- ExpiredError       credentials expired: they are taken anew for the next call
     |   |   `-- AmbiguousError     the write may have been applied, or may be applied later
     |   |-- AccessError            credentials missing, wrong, expired, or not allowed
+    |   |   `-- IdentityError      missing, wrong or expired: the store does not know who asks
     |   `-- RefusedError           the store cannot do this at all (no bucket, bad request)
     |-- OwnershipError             another run holds the prefix
     |-- WeakStoreError             the store lacks what the protocol needs
@@ -145,6 +146,10 @@ class AmbiguousError(TransientError):
 
 class AccessError(StoreError):
     """Credentials are missing, wrong, expired, or do not allow the operation."""
+
+
+class IdentityError(AccessError):
+    """The store does not know who asks: credentials are missing, wrong or expired."""
 
 
 class RefusedError(StoreError):

@@ -11,6 +11,8 @@ from ds_ckpt_store.contract.clock import SystemClock, fresh_token, system_random
 from ds_ckpt_store.errors import (
     AccessError,
     CkptError,
+    ExpiredError,
+    IdentityError,
     NotFoundError,
     RefusedError,
     StoreError,
@@ -120,6 +122,14 @@ class Rights:
             return
         try:
             call()
+        except (IdentityError, ExpiredError) as error:  # so each further call would be answered
+            self.tried.answered = False
+            yield Finding(
+                "error",
+                self._store.url,
+                f"it does not know who asks ({error.answer})",
+                "set, correct or renew the credentials, as it says: no right is missing so far",
+            )
         except AccessError as error:
             self._refused.append(right)
             yield self._denied(right, error)

@@ -12,6 +12,8 @@ _REMEDIES = {
     "DamagedError": "run ds-ckpt verify: it names the objects; resume from the checkpoint before",
     "ExpiredError": "renew the credentials, or let a workload identity do it; the agent takes new "
     "ones by itself",
+    "IdentityError": "the store does not know who asks: set, correct or renew the agent's "
+    "credentials; ds-ckpt doctor tries them",
     "ManifestError": "the file in the outbox is none of ours, or was cut: the trainer's log of "
     "that save says more; the save is kept",
     "NoRoomError": "make room on the volume, or make it larger",

@@ -103,6 +103,28 @@ def test_each_right_that_is_missing_is_named(
     assert resource.endswith("/run/*") == ("Bucket" not in right)
 
 
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        ("SignatureDoesNotMatch", "AWS_SECRET_ACCESS_KEY"),
+        ("InvalidAccessKeyId", "AWS_ACCESS_KEY_ID"),
+        ("ExpiredToken", "the credentials have expired"),
+    ],
+)
+def test_credentials_that_are_wrong_are_one_finding_and_no_missing_right(
+    seaweed: S3, seaweed_proxy: FaultProxy, code: str, advice: str
+) -> None:
+    body = DENIED.replace("AccessDenied", code)
+    seaweed_proxy.add(Fault("", "status", status=403, body=body, times=None))
+    found = check_store(s3_through(seaweed_proxy, seaweed.bucket()))
+    (error,) = (each for each in found if each.severity == "error")
+    assert "does not know who asks" in error.sentence
+    assert advice in error.sentence
+    assert "credentials" in error.remedy
+    assert "policy" not in error.remedy
+    assert not any("we may not" in each.sentence for each in found)
+
+
 def test_without_the_right_to_delete_it_says_what_will_not_work(
     seaweed: S3, seaweed_proxy: FaultProxy
 ) -> None:

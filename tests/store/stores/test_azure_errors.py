@@ -22,6 +22,7 @@ from ds_ckpt_store.errors import (
     AmbiguousError,
     CorruptionError,
     ExpiredError,
+    IdentityError,
     NotFoundError,
     PausedError,
     PreconditionError,
@@ -145,8 +146,8 @@ def test_a_lease_of_somebody_else_is_no_lost_race(azurite: Azure) -> None:
 @pytest.mark.parametrize(
     ("code", "status", "read", "write"),
     [
-        ("AuthenticationFailed", 403, AccessError, AccessError),
-        ("InvalidAuthenticationInfo", 401, AccessError, AccessError),
+        ("AuthenticationFailed", 403, IdentityError, IdentityError),
+        ("InvalidAuthenticationInfo", 401, IdentityError, IdentityError),
         ("AuthorizationPermissionMismatch", 403, AccessError, AccessError),
         ("KeyBasedAuthenticationNotPermitted", 403, AccessError, AccessError),
         ("", 403, AccessError, AccessError),

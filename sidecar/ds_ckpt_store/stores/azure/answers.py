@@ -10,6 +10,7 @@ from ds_ckpt_store.errors import (
     AccessError,
     AmbiguousError,
     CorruptionError,
+    IdentityError,
     NotFoundError,
     PreconditionError,
     RefusedError,
@@ -43,10 +44,8 @@ REMEDIES = {
     "another prefix",
 }
 _BAD_BYTES = ("Crc64Mismatch", "Md5Mismatch", "InvalidBlockList", "InvalidRange")
+_UNKNOWN = ("AuthenticationFailed", "InvalidAuthenticationInfo", "NoAuthenticationInformation")
 _NO_ACCESS = (
-    "AuthenticationFailed",
-    "InvalidAuthenticationInfo",
-    "NoAuthenticationInformation",
     "KeyBasedAuthenticationNotPermitted",
     "AccountIsDisabled",
 )
@@ -76,7 +75,9 @@ _THROTTLED = (
 
 def kind_of(code: str, status: int, write: bool) -> type[StoreError]:
     """Class of the error that an answer stands for."""
-    if code in _NO_ACCESS or status == 401:
+    if code in _UNKNOWN or status == 401:
+        return IdentityError
+    if code in _NO_ACCESS:
         return AccessError
     if code in _BAD_BYTES or status == 416:
         return CorruptionError

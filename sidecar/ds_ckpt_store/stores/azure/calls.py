@@ -31,6 +31,7 @@ from ds_ckpt_store.errors import (
     AccessError,
     AmbiguousError,
     ExpiredError,
+    IdentityError,
     RefusedError,
     SettingsError,
     StoreError,
@@ -142,8 +143,8 @@ class Calls:
         request = error.response.headers.get("x-ms-request-id", "none")
         text = without_signatures(f"{status} {code}: {message} (request {request})")
         kind = kind_of(code, status, write)
-        if kind is AccessError:
-            return self._no_access(operation, key, code, status, text, used)
+        if issubclass(kind, AccessError):
+            return self._no_access(kind, operation, key, code, status, text, used)
         if code == "ContainerNotFound":
             text = (
                 f"container {self._options.container!r} does not exist at "
@@ -154,7 +155,14 @@ class Calls:
         return kind(operation, key, text)
 
     def _no_access(
-        self, operation: str, key: str, code: str, status: int, text: str, used: str
+        self,
+        kind: type[AccessError],
+        operation: str,
+        key: str,
+        code: str,
+        status: int,
+        text: str,
+        used: str,
     ) -> StoreError:
         mine = self._credentials
         text = f"{text} (container {self._options.container} at {self._options.endpoint})"
@@ -164,11 +172,11 @@ class Calls:
         ended = mine.expired()
         if ended is not None:
             text = f"{text}; {mine.source} expired at {ended}: renew it"
-            return (ExpiredError if mine.may_change else AccessError)(operation, key, text)
+            return (ExpiredError if mine.may_change else IdentityError)(operation, key, text)
         if status == 401 and mine.renews_itself and self._admitted:
             return ExpiredError(operation, key, f"{text}; a new token will be asked for")
         remedy = REMEDIES.get(code, NO_RIGHT)
-        return AccessError(operation, key, f"{text} as {mine.source}; {remedy}")
+        return kind(operation, key, f"{text} as {mine.source}; {remedy}")
 
     def _from_failure(self, operation: str, key: str, error: Exception, write: bool) -> StoreError:
         """What it means that there is no answer."""
@@ -177,7 +185,7 @@ class Calls:
         if isinstance(error, ClientAuthenticationError):  # no token: nothing was sent
             if self._admitted:
                 return ExpiredError(operation, key, f"the token could not be renewed: {text}")
-            return AccessError(operation, key, f"{text}; {WHO_ARE_WE}")
+            return IdentityError(operation, key, f"{text}; {WHO_ARE_WE}")
         if "CERTIFICATE_VERIFY_FAILED" in text:
             remedy = "set DS_CKPT_AZURE_CA_BUNDLE to a file with its certificate authority"
             return RefusedError(operation, key, f"{where} is not trusted: {text}; {remedy}")

@@ -17,6 +17,7 @@ from ds_ckpt_store.errors import (
     AccessError,
     AmbiguousError,
     CkptError,
+    IdentityError,
     NotFoundError,
     RefusedError,
     StoreError,
@@ -54,7 +55,7 @@ _LOST_NAMES = {
     "urllib3.exceptions.HTTPError",
     "smbprotocol.exceptions.SMBConnectionClosed",
 }
-_ACCESS_NAMES = {
+_IDENTITY_NAMES = {
     "azure.core.exceptions.ClientAuthenticationError",
     "botocore.exceptions.NoCredentialsError",
     "google.auth.exceptions.GoogleAuthError",
@@ -77,7 +78,7 @@ def translate(
         write: whether the call may have changed something.
     """
     kind = kind_of(error, write=write)
-    if kind is AccessError:
+    if issubclass(kind, AccessError):
         text = f"{text}; {_LOGIN}"
     return kind(operation, key, text)
 
@@ -101,7 +102,9 @@ def _kind_of_one(error: BaseException, lost: type[StoreError]) -> type[StoreErro
     names = {f"{each.__module__}.{each.__qualname__}" for each in type(error).__mro__}
     if isinstance(error, _NO_OBJECT):
         return NotFoundError
-    if isinstance(error, PermissionError) or names & _ACCESS_NAMES:
+    if names & _IDENTITY_NAMES:
+        return IdentityError
+    if isinstance(error, PermissionError):
         return AccessError
     if isinstance(error, ftplib.Error):
         return _kind_of_ftp(error)
@@ -121,7 +124,7 @@ def _kind_of_ftp(error: ftplib.Error) -> type[StoreError]:
     """By the class of the answer: 4yz may heal, and of 5yz the number tells."""
     code = str(error)[:3]
     if code in ("530", "532"):
-        return AccessError
+        return IdentityError
     if code == "550":
         return NotFoundError
     if isinstance(error, ftplib.error_temp) or code == "552":  # over the space that it was given
@@ -130,7 +133,9 @@ def _kind_of_ftp(error: ftplib.Error) -> type[StoreError]:
 
 
 def _kind_of_status(status: int, lost: type[StoreError]) -> type[StoreError]:
-    if status in (401, 403, 407):
+    if status in (401, 407):
+        return IdentityError
+    if status == 403:
         return AccessError
     if status in (404, 410):
         return NotFoundError

@@ -15,6 +15,7 @@ from ds_ckpt_store.errors import (
     AccessError,
     AmbiguousError,
     CorruptionError,
+    IdentityError,
     NotFoundError,
     PreconditionError,
     RefusedError,
@@ -112,7 +113,9 @@ def kind_of(answer: Answer, write: bool) -> type[StoreError]:
         return ThrottledError
     if code in _HELD or code == "NoSuchBucket":
         return RefusedError
-    if status in (401, 403) or code in REMEDIES:
+    if status == 401:
+        return IdentityError
+    if status == 403 or code in REMEDIES:
         return AccessError
     if status == 412:
         return PreconditionError

@@ -31,6 +31,7 @@ from ds_ckpt_store.errors import (
     AccessError,
     AmbiguousError,
     ExpiredError,
+    IdentityError,
     NotFoundError,
     RefusedError,
     SettingsError,
@@ -187,7 +188,7 @@ class Service:
                     raise TransientError(operation, key, text) from error
                 except (auth.GoogleAuthError, OSError) as error:
                     text = f"{error}; {REMEDIES['NoCredentials']}"
-                    raise AccessError(operation, key, text) from error
+                    raise IdentityError(operation, key, text) from error
             return self._link
 
     def _connect(self) -> Link:
@@ -282,7 +283,7 @@ class Service:
                 f"{told} ({self._where(link)}): the credentials have expired; they are taken anew "
                 f"for the next call, and if this goes on, renew them",
             )
-        return AccessError(
+        return IdentityError(
             operation, key, f"{told} ({self._where(link)}); {REMEDIES['NoCredentials']}, and {ROLE}"
         )
 

@@ -11,6 +11,7 @@ from ds_ckpt_store.errors import (
     AmbiguousError,
     CorruptionError,
     ExpiredError,
+    IdentityError,
     NotFoundError,
     PreconditionError,
     RefusedError,
@@ -26,6 +27,7 @@ _EXPIRED_REMEDY = (
 )
 # Answers after which other credentials may be there: whoever set the wrong ones may correct them.
 RENEWED = ("InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch")
+_UNKNOWN = (*RENEWED, "RequestTimeTooSkewed")
 REMEDIES = {
     **dict.fromkeys(_EXPIRED, _EXPIRED_REMEDY),
     "NoCredentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod a role",
@@ -68,7 +70,9 @@ def kind_of(code: str, status: int, write: bool) -> type[StoreError]:
         return ExpiredError
     if code in ("InvalidObjectState", "NoSuchBucket"):
         return RefusedError
-    if code in REMEDIES or status == 401:
+    if code in _UNKNOWN or status == 401:
+        return IdentityError
+    if code in REMEDIES:
         return AccessError
     if code in _BAD_BYTES or status == 416:
         return CorruptionError

@@ -15,6 +15,7 @@ from ds_ckpt_store.errors import (
     AmbiguousError,
     CkptError,
     ExpiredError,
+    IdentityError,
     RefusedError,
     StoreError,
     TransientError,
@@ -77,7 +78,7 @@ class Failures:
         kind = kind_of(code, status, write)
         if kind is ExpiredError or code in RENEWED:
             self._clients.forget(client)
-        if kind in (AccessError, ExpiredError):
+        if issubclass(kind, (AccessError, ExpiredError)):
             remedy = REMEDIES.get(code) or REMEDIES["AccessDenied"] + self._permissions
             text = f"{text} (bucket {self._bucket} at {where}); {remedy}"
         elif code == "NoSuchBucket":
@@ -99,7 +100,7 @@ class Failures:
         where = self._clients.where
         if isinstance(error, _NO_CREDENTIALS):
             self._clients.forget(client)
-            return AccessError(operation, key, f"{error}; {REMEDIES['NoCredentials']}")
+            return IdentityError(operation, key, f"{error}; {REMEDIES['NoCredentials']}")
         if isinstance(error, aws.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
             remedy = "set DS_CKPT_S3_CA_BUNDLE to a file with its certificate authority"
             return RefusedError(operation, key, f"{where} is not trusted: {error}; {remedy}")
