@@ -52,7 +52,7 @@ def errors() -> Iterator[None]:
         typer.echo(f"ds-ckpt: {error}", err=True)
         raise typer.Exit(1) from None
     except OSError as error:
-        remedy = access.denied(error, Filesystem())
+        remedy = access.denied(error, Filesystem()) or access.unwritable(error)
         typer.echo(f"ds-ckpt: {error}{f'; {remedy}' if remedy else ''}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:

@@ -6,6 +6,7 @@ a name; a user needs to know whose file it is, who asked for it, and what to set
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -30,6 +31,27 @@ def denied(error: BaseException, fs: Filesystem, path: str = "") -> str:
         return ""
     path = path or os.fsdecode(error.filename or "")
     return barred(fs, path) if path.startswith("/") else REMEDY
+
+
+def unwritable(error: OSError) -> str:
+    """What lets a volume take files that it takes from nobody; empty if it is not that."""
+    if error.errno == errno.EROFS:
+        return (
+            "the volume is mounted read-only: take readOnly: true out of the volumeMount and the "
+            "volume; if it is not set there, the disk has an error and must be looked at"
+        )
+    path = os.fsdecode(error.filename or "")
+    if error.errno != errno.ENOSPC or not path.startswith("/"):
+        return ""
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    left = os.statvfs(path)
+    if left.f_files and not left.f_favail and left.f_bavail:
+        return (
+            "the volume has free bytes and no inodes left: remove files that are not needed, "
+            "however small, or make the filesystem anew with more inodes"
+        )
+    return "the volume is full: make room there, or make it larger"
 
 
 def barred(fs: Filesystem, path: str) -> str:
