@@ -44,6 +44,7 @@ from ds_ckpt_sidecar.telling import Reports, Telling
 from ds_ckpt_sidecar.unfreed import Unfreed
 from ds_ckpt_sidecar.usage import Usage
 from ds_ckpt_store.catalog import Catalog
+from ds_ckpt_store.contract import access
 from ds_ckpt_store.contract.clock import Clock, SystemClock, system_random
 from ds_ckpt_store.contract.manifest import DocumentT, SaveStatus
 from ds_ckpt_store.contract.volume import Volume
@@ -260,9 +261,10 @@ class Agent:
                 f"{_SHARED}"
             ) from None
         except OSError as error:
+            remedy = access.unwritable(error) or "look at its disk"
             raise SettingsError(
                 f"{error.filename}: {error.strerror}: the agent cannot begin its work on "
-                f"{self._volume.path}; make room there, or look at its disk, and start it again"
+                f"{self._volume.path}; {remedy}, and start it again"
             ) from None
         if lock is None:
             return 1 if once else 0
