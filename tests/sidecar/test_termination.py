@@ -103,3 +103,22 @@ def test_outside_a_pod_there_is_no_default(tmp_path: Path, monkeypatch: pytest.M
     assert termination.default_path() == ""
     (tmp_path / "log").touch()
     assert termination.default_path() == str(tmp_path / "log")
+
+
+def test_a_long_reason_that_many_saves_share_is_said_once_so_that_all_are_named() -> None:
+    reason = "discovered, " + "the store is away " * 20
+    message = compose("nothing", [f"step{n}: {reason}" for n in range(69)], "do this").decode()
+    assert len(message.encode()) <= MOST_BYTES
+    lines = message.splitlines()
+    assert lines[1].startswith("not durable: step0: discovered, the store")
+    assert lines[2:-1] == [f"not durable: step{n}: the same" for n in range(1, 69)]
+    assert lines[-1] == "do this"
+
+
+def test_reasons_that_differ_are_each_said() -> None:
+    long = "x" * 500
+    told = [f"a: {long}", f"b: {long}", *(f"c{n}: {n}{long}" for n in range(9))]
+    lines = compose("nothing", told, "do this").decode().splitlines()
+    assert lines[2] == "not durable: b: the same"
+    assert lines[3].startswith("not durable: c0: 0xxx")
+    assert lines[-2].startswith("and ")

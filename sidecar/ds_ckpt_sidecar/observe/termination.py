@@ -22,8 +22,9 @@ def compose(durable: str, not_durable: Sequence[str], advice: str) -> bytes:
 
     Args:
         durable: what is.
-        not_durable: one sentence each, the most important first; the last ones are left out, and
-            counted, if there is no room.
+        not_durable: one sentence each, the most important first. If there is no room, a reason
+            that goes on from one to the next is said once; then the last ones are left out, and
+            counted.
         advice: what to do.
     """
     first, last = _line(f"durable: {durable}"), _line(advice)
@@ -31,13 +32,26 @@ def compose(durable: str, not_durable: Sequence[str], advice: str) -> bytes:
     whole = b"".join([first, *lines, last])
     if len(whole) <= MOST_BYTES:
         return whole
+    lines = [_line(f"not durable: {sentence}") for sentence in _said_once(not_durable)]
     rest = "and {} more that are not durable\n"
     room = MOST_BYTES - len(first) - len(last) - len(rest.format(len(lines)))
     kept: list[bytes] = []
+    if sum(map(len, lines)) <= room:
+        return b"".join([first, *lines, last])
     while lines and len(lines[0]) <= room:
         room -= len(lines[0])
         kept.append(lines.pop(0))
     return b"".join([first, *kept, rest.format(len(lines)).encode(), last])
+
+
+def _said_once(sentences: Sequence[str]) -> list[str]:
+    """Sentences of a name, a colon and a reason, with no reason twice in a row."""
+    said, before = [], ""
+    for sentence in sentences:
+        name, colon, reason = sentence.partition(": ")
+        said.append(f"{name}: the same" if colon and reason == before else sentence)
+        before = reason
+    return said
 
 
 def _line(text: str) -> bytes:
