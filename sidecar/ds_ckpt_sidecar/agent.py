@@ -217,10 +217,15 @@ class Agent:
 
     def look(self) -> View:
         """What a person wants to know of it."""
+        said, saves = self._reporter.said(), self._reporter.saves()
+        if said is None and (other := self._readable(self._volume.sidecar_status)) is not None:
+            # It stands by, or has not begun: what the agent before it knew is the best there is.
+            state: AgentState = "standby" if self._health.started else "starting"
+            said = other.model_copy(update={"state": state, "unready": self._health.unready})
         return look(
-            self._reporter.current,
+            said,
             self._readable(self._volume.trainer_status),
-            self._reporter.saves(),
+            saves,
             self._clock.time(),
             self._readable(self._volume.restored_from),
         )

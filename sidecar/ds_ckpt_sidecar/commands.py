@@ -19,7 +19,7 @@ from ds_ckpt_sidecar import __version__, collecting, doctoring, reading, render
 from ds_ckpt_sidecar.console import URLS, AsJson, Bandwidth, StallSeconds, app, errors, keep_apart
 from ds_ckpt_sidecar.limits import describe_rate
 from ds_ckpt_sidecar.observe.view import View, look
-from ds_ckpt_sidecar.observe.web import document
+from ds_ckpt_sidecar.observe.web import document, presentable
 from ds_ckpt_sidecar.running import explained, run_agent
 from ds_ckpt_sidecar.settings import LimitSettings, check, load
 from ds_ckpt_store.contract.clock import SystemClock
@@ -265,9 +265,9 @@ def _status_document(place: Volume) -> dict[str, Any]:
     view = look(sidecar, trainer, saves, SystemClock().time(), restored)
     return {
         "volume": place.path,
-        "sidecar": sidecar.model_dump(by_alias=True) if sidecar else None,
-        "trainer": trainer.model_dump(by_alias=True) if trainer else None,
-        "saves": [save.model_dump(by_alias=True) for save in saves],
+        "sidecar": presentable(sidecar.model_dump(by_alias=True)) if sidecar else None,
+        "trainer": presentable(trainer.model_dump(by_alias=True)) if trainer else None,
+        "saves": [presentable(save.model_dump(by_alias=True)) for save in saves],
         "view": document(view),
     }
 

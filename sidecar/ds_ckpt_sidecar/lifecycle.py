@@ -379,6 +379,9 @@ class Lifecycle:
                     self._time(save)
                 self.enter(save, "committed")
             return
+        known = self._journal.entry(save.save_id)
+        if known is not None and known.state == "superseded":  # by an earlier start
+            superseded = known.reason
         self._withdraw(save)
         if record.state == "deleted":
             self.enter(save, "committed", "deleted since by retention")

@@ -172,8 +172,8 @@ def status(view: View) -> Group:
     else:
         lines += [
             _text(
-                f"sidecar   {view.state}, seen {web.span(view.now - view.heartbeat)} ago, backlog "
-                f"{view.backlog_saves} saves / {decimal(view.backlog_bytes)}, "
+                f"sidecar   {_state(view)}, seen {web.span(view.now - view.heartbeat)} ago, "
+                f"backlog {view.backlog_saves} saves / {decimal(view.backlog_bytes)}, "
                 f"free {decimal(view.free_bytes)}"
             ),
             _text(f"to        {said['destination'] or '(not connected yet)'}"),
@@ -187,16 +187,20 @@ def status(view: View) -> Group:
     if trainer is None:
         lines.append(_text("trainer   never seen on this volume"))
     else:
-        state = "finished" if trainer["finished"] else "running"
         lines.append(
             _text(
-                f"trainer   {state}, run {trainer['run_id']!r}, step {trainer['step']}, "
-                f"seen {web.span(view.trainer_silent_seconds)} ago"
+                f"trainer   {view.trainer_state}, run {trainer['run_id']!r}, "
+                f"step {trainer['step']}, seen {web.span(view.trainer_silent_seconds)} ago"
             )
         )
         if trainer["error"]:
             lines.append(_text(f"error     {trainer['error']}", "red"))
     return Group(*lines, _saves(said["saves"])) if said["saves"] else Group(*lines)
+
+
+def _state(view: View) -> str:
+    silent = not view.alive and view.state not in ("stopped", "never seen")
+    return f"silent (was {view.state})" if silent else view.state
 
 
 def _saves(saves: list[dict[str, Any]]) -> Table:

@@ -48,7 +48,7 @@ def test_each_alert_is_tested_for_firing_and_for_staying_silent() -> None:
         each
         for case in CASES
         for test in yaml.safe_load(case.read_text())["tests"]
-        for each in test["alert_rule_test"]
+        for each in test.get("alert_rule_test", [])
     ]
     names = {alert["alert"] for alert in ALERTS}
     assert {each["alertname"] for each in asked if each.get("exp_alerts")} == names

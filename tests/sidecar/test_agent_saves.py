@@ -145,6 +145,10 @@ def test_a_shard_written_over_before_it_was_read_is_superseded(
     assert world.states() == {"torn": "abandoned"}
     assert status(trainer.volume.path, torn.save_id).state == "superseded"
     assert [torn.save_id in line["reason"] for line in world.log.of("save.not_stored")] == [True]
+    reason = status(trainer.volume.path, torn.save_id).reason
+    world.once(trainer.volume.path)
+    again = status(trainer.volume.path, torn.save_id)
+    assert (again.state, again.reason) == ("superseded", reason), "a later start knows why"
 
 
 def test_the_folder_that_latest_names_is_not_touched_even_if_its_save_is_over(

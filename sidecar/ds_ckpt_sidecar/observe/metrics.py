@@ -91,7 +91,7 @@ METRICS: tuple[Described, ...] = (
     Described(
         "save_interval_seconds",
         "gauge",
-        "Median time between the last saves; 0 before the second.",
+        "Median time between the last saves; 0 before the third.",
         "What lag and exposure are measured against.",
         lambda view, _: view.save_interval_seconds,
     ),

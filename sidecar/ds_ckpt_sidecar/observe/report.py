@@ -47,6 +47,14 @@ class Reporter:
         self.current: SidecarStatus | None = None
         self.facts: Callable[[], dict[str, object]] = dict
 
+    def said(self) -> SidecarStatus | None:
+        """The last heartbeat, with what went wrong since; from any thread."""
+        text, kind, at = self._error
+        if self.current is None or not text:
+            return self.current
+        newer = {"last_error": text, "last_error_kind": kind, "last_error_time": at}
+        return self.current.model_copy(update=newer)
+
     def saves(self) -> list[SaveStatus]:
         """Where each save stands, and the last that have left the volume; from any thread."""
         return [*self._gone.values(), *self._last.values()]

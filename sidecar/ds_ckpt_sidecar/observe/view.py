@@ -7,7 +7,8 @@ the time.
 * **Lag** is the age of the oldest save that can become durable and is not.
 * **Exposure** is the training that would be lost if the pod died now: from the newest durable save
   to the last sign of training. That sign is now while the trainer's heartbeat is fresh, its last
-  heartbeat once it is silent, and, once it has finished, the newest save that it handed over.
+  heartbeat once it is silent, and, once it has finished, or nothing is known of it, the newest save
+  that it handed over. What was trained before the attempt began was lost already, or is durable.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class View:
         alive: the agent's heartbeat is fresh, and it has not stopped.
         saves: those on the volume and those that left it of late, the newest first.
         lag_seconds: 0 if every save is durable.
-        save_interval_seconds: median between the last saves; 0 if there were fewer than two.
+        save_interval_seconds: median between the last saves; 0 if there were fewer than three.
         waiting_seconds: longest wait of a save for other nodes.
         limit_bytes: that the volume may hold before the pod is evicted; 0 if only its disk counts.
         error: the last, unless all has been well since; with what to do about it.
@@ -138,6 +139,7 @@ class View:
     remedy: str
     unready: str
     trainer: TrainerStatus | None
+    trainer_state: str
     trainer_silent_seconds: float | None
     restore_seconds: float | None
     restore_bytes: int | None
@@ -165,7 +167,7 @@ def look(
         (_save(save, said, now) for save in saves), key=lambda save: save.save_id, reverse=True
     )
     unfinished = [save for save in views if save.open and save.saved]
-    newest = _newest(said, views, now)
+    newest = _newest(said, views, restored, now)
     seconds, steps = _exposure(views, newest, trainer, now)
     return View(
         now=now,
@@ -202,8 +204,9 @@ def look(
         error=said.last_error,
         error_time=said.last_error_time,
         remedy=remedy(said.last_error_kind) if said.last_error else "",
-        unready=said.unready,
+        unready=_why_unready(sidecar, now),
         trainer=trainer,
+        trainer_state=_trainer_state(trainer, now),
         trainer_silent_seconds=None if trainer is None else max(0.0, now - trainer.time),
         restore_seconds=None if restored is None else restored.seconds,
         restore_bytes=None if restored is None else restored.bytes,
@@ -249,22 +252,51 @@ def _save(save: SaveStatus, said: SidecarStatus, now: float) -> SaveView:
     )
 
 
-def _newest(said: SidecarStatus, saves: Sequence[SaveView], now: float) -> Newest | None:
-    """Of what the agent says of the store, which may hold what this volume has never seen."""
-    if not said.newest_committed_save:
-        return None
-    saved = said.newest_committed_ms / 1000
-    step = said.newest_committed_step
-    if step is None:
-        same = (save.step for save in saves if save.save_id == said.newest_committed_save)
-        step = next(same, None)
-    return Newest(
-        said.newest_committed_tag,
-        said.newest_committed_save,
-        saved,
-        step,
-        max(0.0, now - saved),
+def _trainer_state(trainer: TrainerStatus | None, now: float) -> str:
+    if trainer is None:
+        return "unknown"
+    if trainer.finished:
+        return "finished"
+    return "running" if now - trainer.time < FRESH_SECONDS else "silent"
+
+
+def _why_unready(sidecar: SidecarStatus | None, now: float) -> str:
+    """Why the agent cannot store now; one that says nothing cannot, as far as anybody knows."""
+    if sidecar is None:
+        return "no agent was ever seen on this volume"
+    if sidecar.unready:
+        return sidecar.unready
+    if sidecar.state not in ("running", "draining"):
+        return f"the agent is {sidecar.state}"
+    if abs(now - sidecar.time) < FRESH_SECONDS:
+        return ""
+    return (
+        f"the agent was last heard of {now - sidecar.time:.0f} s ago: it has ended, or hangs in a "
+        "call to the volume or the store"
     )
+
+
+def _newest(
+    said: SidecarStatus, saves: Sequence[SaveView], restored: Restored | None, now: float
+) -> Newest | None:
+    """Of what the agent says of the store, which may hold what this volume has never seen.
+
+    An agent that has not reached the store knows nothing of it; then what was durable here counts.
+    """
+    known = [(save.saved, save.tag, save.save_id, save.step) for save in saves if save.durable]
+    if restored is not None:
+        known.append((restored.time_ms / 1000, restored.tag, restored.save_id, restored.step))
+    if said.newest_committed_save:
+        steps = {save_id: step for _, _, save_id, step in known}
+        save_id, step = said.newest_committed_save, said.newest_committed_step
+        step = steps.get(save_id) if step is None else step
+        found = (said.newest_committed_ms / 1000, said.newest_committed_tag, save_id, step)
+    elif known and (said.unready or said.state not in ("running", "draining")):
+        found = max(known, key=lambda each: each[0])
+    else:
+        return None
+    saved, tag, save_id, step = found
+    return Newest(tag, save_id, saved, step, max(0.0, now - saved))
 
 
 def _exposure(
@@ -297,8 +329,9 @@ def _beginning(
     saves: Sequence[SaveView], newest: Newest | None, trainer: TrainerStatus | None
 ) -> float | None:
     """When that began which would be lost; None if nobody knows of any training."""
+    started = trainer.started if trainer is not None and not trainer.finished else None
     if newest is not None:
-        return newest.saved
+        return newest.saved if started is None else max(newest.saved, started)
     if trainer is not None and trainer.started is not None:
         return trainer.started
     return min((save.saved for save in saves if save.saved), default=None)
@@ -307,4 +340,4 @@ def _beginning(
 def _interval(saves: Sequence[SaveView]) -> float:
     times = sorted(save.saved for save in saves if save.saved)[-_INTERVALS - 1 :]
     gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return statistics.median(gaps) if gaps else 0.0
+    return statistics.median(gaps) if len(gaps) > 1 else 0.0

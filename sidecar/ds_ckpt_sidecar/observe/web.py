@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 MOST_SAVES = 50
+MOST_LISTED = 200
 REFRESH_SECONDS = 5
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _PROSE = frozenset({"destination", "error", "reason", "unready"})
@@ -40,8 +41,10 @@ class Web:
         return "text/html; charset=utf-8", text.encode(errors="replace")
 
     def json(self, _accept: str) -> tuple[str, bytes]:
-        """The whole view."""
-        text = json.dumps(document(self._look()), indent=2, allow_nan=False)
+        """The view, with the newest saves."""
+        view = self._look()
+        shown = dataclasses.replace(view, saves=view.saves[:MOST_LISTED])
+        text = json.dumps(document(shown), indent=2, allow_nan=False)
         return "application/json", f"{text}\n".encode()
 
 
@@ -53,13 +56,18 @@ def document(view: View) -> dict[str, Any]:
     trainer = view.trainer.model_dump(by_alias=True) if view.trainer is not None else None
     bare = dataclasses.replace(view, trainer=None)
     values = {**dataclasses.asdict(bare), "trainer": trainer, "ready": ready(view)}
+    return presentable(values)
+
+
+def presentable(values: dict[str, Any]) -> dict[str, Any]:
+    """Values fit for JSON and for anybody's eyes: no number that is none, no secret in a URL."""
     plain: dict[str, Any] = _plain("", values)
     return plain
 
 
 def ready(view: View) -> bool:
-    """The agent is alive, and nothing keeps it from storing."""
-    return view.alive and not view.unready and view.state in ("running", "draining")
+    """Nothing keeps the agent from storing, as far as anybody knows."""
+    return not view.unready
 
 
 def headline(view: View) -> str:
@@ -70,8 +78,10 @@ def headline(view: View) -> str:
     lost = f"{span(view.exposure_seconds)} of training{steps}"
     if view.newest is None:
         return f"{lost} would be lost, all of it: nothing is durable yet."
-    if view.exposure_seconds < 1 and not view.exposure_steps:
-        return "Nothing would be lost: all that was saved is durable."
+    if view.trainer_state == "unknown":
+        return f"Nothing is known of the trainer; of what it saved, {lost} would be lost."
+    if view.exposure_steps == 0 or (view.exposure_seconds < 1 and view.trainer_state == "finished"):
+        return "Nothing would be lost: all that was trained is durable."
     return f"{lost} would be lost."
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from ds_ckpt_sidecar.observe.view import FRESH_SECONDS, View, look, without_secrets
-from ds_ckpt_store.contract.manifest import SaveStatus, SidecarStatus, TrainerStatus
+from ds_ckpt_store.contract import names
+from ds_ckpt_store.contract.manifest import Restored, SaveStatus, SidecarStatus, TrainerStatus
 
 NOW = 10_000.0
 
@@ -172,3 +175,56 @@ def test_a_thousand_saves_are_summed_once() -> None:
     saves = [save(number, "uploading", 1.0 + number) for number in range(1_000)]
     view: View = look(sidecar(), trainer(), saves, NOW)
     assert (view.backlog_saves, view.backlog_bytes) == (1_000, 100_000)
+
+
+def test_time_before_the_attempt_began_was_lost_already_or_is_durable() -> None:
+    began = trainer(started=NOW - 20, step=401)
+    view = look(sidecar(**COMMITTED), began, [], NOW)
+    assert (view.exposure_seconds, view.exposure_steps) == (20.0, 1)
+
+
+@pytest.mark.parametrize("state", ["starting", "refused", "standby"])
+def test_an_agent_that_has_not_reached_the_store_goes_by_what_was_durable_here(state: str) -> None:
+    saves = [save(400, "committed", 9_000), save(300, "cleaned", 8_000), save(1, "stored", 9_500)]
+    view = look(sidecar(state=state, unready="away"), trainer(), saves, NOW)
+    assert view.newest is not None
+    assert (view.newest.tag, view.newest.step, view.exposure_seconds) == ("step400", 400, 1_000.0)
+
+
+def test_a_restored_volume_tells_what_is_durable_too() -> None:
+    restored = Restored(
+        source="s3://b",
+        run_id="run",
+        save_id=names.new_save_id(9_000_000, random.Random(1)),
+        tag="step400",
+        time_ms=9_000_000,
+        epoch=1,
+        step=400,
+    )
+    view = look(sidecar(state="starting"), trainer(), [], NOW, restored)
+    assert view.newest is not None
+    assert view.newest.tag == "step400"
+    assert view.exposure_seconds == pytest.approx(1_000)
+
+
+def test_an_agent_that_has_looked_and_found_nothing_is_believed() -> None:
+    view = look(sidecar(), trainer(), [save(400, "committed", 9_000)], NOW)
+    assert view.newest is None
+
+
+def test_an_agent_that_says_nothing_is_not_ready_and_says_why() -> None:
+    assert look(sidecar(), None, [], NOW).unready == ""
+    assert "last heard of 100 s ago" in look(sidecar(time=NOW - 100), None, [], NOW).unready
+    assert look(sidecar(state="stopped"), None, [], NOW).unready == "the agent is stopped"
+    assert "no agent" in look(None, None, [], NOW).unready
+
+
+def test_a_trainer_is_running_silent_or_finished() -> None:
+    states = [trainer(), trainer(time=NOW - 100), trainer(finished=True), None]
+    seen = [look(sidecar(), each, [], NOW).trainer_state for each in states]
+    assert seen == ["running", "silent", "finished", "unknown"]
+
+
+def test_the_first_gap_alone_is_no_interval() -> None:
+    saves = [save(1, "cleaned", 1_000), save(2, "cleaned", 1_060)]
+    assert look(sidecar(), None, saves, NOW).save_interval_seconds == 0.0
