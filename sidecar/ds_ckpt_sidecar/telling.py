@@ -20,6 +20,10 @@ _LEFT = (
     "what to do: start the agent on this volume again, and it goes on; if the volume ended with "
     "the pod, resume from what is durable"
 )
+_MEND = (
+    "what to do: first mend what the lines above name; then start the agent on this volume again, "
+    "and it goes on; if the volume ended with the pod, resume from what is durable"
+)
 
 
 class Reports(Protocol):
@@ -53,6 +57,7 @@ class Telling:
         self.not_durable: tuple[str, ...] = ()
         self._refused: dict[str, str] = {}
         self._warned = False
+        self._in_trouble = False
         self._write()
 
     def heard(self, save: Save, error: str) -> None:
@@ -78,6 +83,7 @@ class Telling:
         if newest is not None:
             self._durable = _describe(*newest)
         self.not_durable = tuple(syncer.not_durable())
+        self._in_trouble = bool(syncer.trouble or syncer.troubles())
         self._write()
         refused = syncer.refused()
         if self._reports is not None:
@@ -89,6 +95,7 @@ class Telling:
     def unreached(self, why: str, tags: Sequence[str]) -> None:
         """The store could not be reached so far, and the volume holds these saves."""
         self._durable = "unknown, the store has not been reached"
+        self._in_trouble = True
         self.not_durable = tuple(f"{tag}: discovered, {why}" for tag in tags)
         self._write()
 
@@ -105,7 +112,9 @@ class Telling:
 
     def _write(self, why: str = "") -> None:
         if self._message is not None:
-            advice = _LEFT if self.not_durable else _DONE
+            advice = _MEND if self._in_trouble else _LEFT
+            if not self.not_durable:
+                advice = _DONE
             if self._durable.startswith("unknown") and not self.not_durable:
                 advice = "what to do: look at the agent's log"
             self._message.write(

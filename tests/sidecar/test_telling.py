@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+from ds_ckpt_sidecar.observe.termination import TerminationMessage
 from ds_ckpt_sidecar.telling import FAILING_TRIES, Telling
 from tests.sidecar.stage import Reports, staged
 from tests.sidecar.test_ending import save
+from tests.sidecar.world import Lines
 
 
 def test_a_save_that_became_durable_is_told_once() -> None:
@@ -72,3 +74,22 @@ def test_without_a_message_and_reports_nothing_happens() -> None:
     telling.unreached("down", ["t1"])
     telling.ended("why")
     assert telling.not_durable == ("t1: discovered, down",)
+
+
+def test_what_has_to_be_mended_comes_before_another_start(tmp_path: Path) -> None:
+    path = tmp_path / "message"
+    telling = Telling(TerminationMessage(str(path), Lines()), None)
+    telling.unreached("wrong credentials", ["t1"])
+    assert path.read_text().splitlines()[-1].startswith("what to do: first mend what the lines")
+    telling.unreached("wrong credentials", [])
+    assert "mend" not in path.read_text()
+
+
+def test_without_a_fault_another_start_is_all_it_needs(tmp_path: Path) -> None:
+    with staged(tmp_path) as stage:
+        stage.save("large", 9000)
+        player = stage.agent(drain_seconds=2.0)
+        stage.at(5, player.agent.stop)
+        stage.play(30)
+        assert player.code == 1
+        assert stage.said().splitlines()[-1].startswith("what to do: start the agent")
