@@ -90,7 +90,7 @@ def print_records(records: list[Record], latest: str | None) -> None:
         if record.pin:
             marks.append("pinned")
         table.add_row(
-            record.tag,
+            _text(record.tag),
             "" if record.step is None else str(record.step),
             moment(record.time_ms),
             decimal(record.size),
