@@ -12,8 +12,8 @@ HEEDS = "trap 'exit 0' TERM; sleep 1000 & wait"
 """Runs until SIGTERM, and ends at once with 0."""
 UP = "trap 'exit 0' TERM; touch /up; sleep 1000 & wait"
 """The same, and says by a file that it is so far that it heeds."""
-IGNORES = "exec sleep 1000"
-"""Runs until SIGKILL: a container's first process gets no signal that it has no handler for."""
+IGNORES = "trap : TERM; while :; do sleep 1000 & wait; done"
+"""Runs until SIGKILL, once it is so far that it has a handler for SIGTERM."""
 
 
 def waits(path: str) -> str:
