@@ -99,3 +99,17 @@ def test_a_save_whose_manifest_somebody_took_is_no_backlog(stage: Stage) -> None
     [view] = views
     assert view.saves == ()
     assert view.lag_seconds == 0
+
+
+def test_an_agent_that_stands_by_tells_what_the_other_knows(stage: Stage) -> None:
+    stage.save("a", 500)
+    stage.agent()
+    second = stage.agent()
+    views: list[View] = []
+    stage.at(60, lambda: views.append(second.agent.look()))
+    stage.play(61)
+    [view] = views
+    assert view.state == "standby"
+    assert view.unready.startswith("standing by")
+    assert view.newest is not None
+    assert view.newest.tag == "a"
