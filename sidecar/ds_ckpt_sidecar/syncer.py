@@ -32,12 +32,14 @@ from ds_ckpt_store.contract.manifest import (
 )
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import (
+    AccessError,
     CkptError,
     CorruptionError,
     DamagedError,
     InputError,
     OwnershipError,
     PausedError,
+    RefusedError,
     StoreError,
     UnknownSchemaError,
 )
@@ -96,6 +98,7 @@ class Syncer:
         self._run_id = settings.run_id
         self._renew_due = 0.0
         self._retain_due = 0.0
+        self._may_retain = True
         self._swept = False
         self._released = False
         self._newest_committed = (0, "", "")
@@ -638,7 +641,7 @@ class Syncer:
         lease = self._leases.get(self._attempt)
         if self._settings.keep_last is None or lease is None or not lease.newest:
             return
-        if self._clock.monotonic() < self._retain_due:
+        if self._clock.monotonic() < self._retain_due or not self._may_retain:
             return
         pause = self._settings.retention_pause
         self._retain_due = self._clock.monotonic() + min(max(pause, 1.0), 300.0)
@@ -649,7 +652,19 @@ class Syncer:
         lease = Lease(lease.epoch, True, self._catalog.store_time(self._node))
         retention = Retention(self._catalog, self._run_id, self._settings.keep_last, pause)
         source = {trainer.resumed_from} if trainer and trainer.resumed_from else set()
-        done = retention.apply(lease, source, check)
+        try:
+            done = retention.apply(lease, source, check)
+        except (AccessError, RefusedError) as error:  # what cannot be deleted is not given up
+            self._may_retain = False
+            self._failures.error(
+                "retention",
+                "retention.failed",
+                error=str(error),
+                reason="nothing more is given up until the agent starts anew: it needs the right "
+                "to delete, or no --keep-last",
+            )
+            self._tally.failed(error.operation, type(error).__name__)
+            return
         self._tally.retained(len(done.deleted), done.objects)
         if done.deleted or done.purged:
             self._log.info(

@@ -362,3 +362,21 @@ def test_an_agent_on_an_empty_volume_tells_at_once_what_the_store_holds(
     assert sidecar is not None
     assert sidecar.newest_committed_tag == "t"
     assert sidecar.run_id == trainer.run_id
+
+
+def test_without_the_right_to_delete_nothing_more_is_given_up(
+    world: World, trainer: Trainer
+) -> None:
+    world.fault("delete", "fail-before", error=AccessError, count=None)
+    settings = {"keep_last": 1, "retention_pause": 0}
+    with world.running(trainer.volume.path, **settings) as agent:
+        for tag in ("a", "b", "c", "d"):
+            trainer.save(tag, {"x": 10})
+            until(lambda tag=tag: tag in world.states())
+        until(lambda: world.log.of("retention.failed") != [])
+        assert agent.look().unready == ""
+    states = world.states()
+    assert states["d"] == "committed"
+    assert list(states.values()).count("deleted") <= 1
+    assert len(world.log.of("retention.failed")) == 1
+    assert world.log.of("pass.failed") == []

@@ -54,8 +54,12 @@ class Growing:
         self._seen: dict[str, tuple[str, float, float, int]] = {}
 
     def error(self, subject: str, event: str, **values: Any) -> None:
-        """Log unless the same was said of this subject a short while ago."""
-        repeated = self._repeated(subject, str(values.get("error", "")))
+        """Log unless the same was said of this subject a short while ago.
+
+        The same is an error of the same class, if ``kind`` tells it: its words may name another
+        key, or another request, each time.
+        """
+        repeated = self._repeated(subject, str(values.get("kind") or values.get("error", "")))
         if repeated is not None:
             self._log.error(event, **values, **repeated)
 
