@@ -632,10 +632,11 @@ class Agent:
         """Whether the trainer is over, for an agent that is to end with it."""
         if not self._settings.exit_when_finished:
             return ""
-        trainer = None
-        with contextlib.suppress(InputError, OSError):
-            trainer = self._volume.trainer_status()
-        verdict = self._trainer.look(trainer)
+        trainer, newest = self._readable(self._volume.trainer_status), ""
+        if trainer is None:
+            with contextlib.suppress(OSError):
+                newest = max(self._volume.manifests(), default="")
+        verdict = self._trainer.look(trainer, newest)
         if verdict != self._said:
             self._said = verdict
             self._log.info("trainer.over" if verdict else "trainer.back", how=verdict)
@@ -695,8 +696,8 @@ class Agent:
         if gone:
             self._log.error(
                 "trainer.gone",
-                reason=f"it was silent for {self._settings.trainer_gone_seconds:.0f} s and has not "
-                "said that it finished",
+                reason=f"it was silent for {self._trainer.patience:.0f} s and has not said that it "
+                "finished",
             )
         syncer.beat("refused" if self._refused else "stopped", now=True)
         self._telling.refresh(syncer)

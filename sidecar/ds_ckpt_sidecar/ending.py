@@ -29,6 +29,13 @@ _LEAST_SECONDS = 0.1
 LIVES_SECONDS = 15.0
 """A trainer that was silent for longer will not save any more: it beats every 5 s."""
 
+UNSEEN_SECONDS = 3600.0
+"""After which a trainer that this agent has never heard of is over, although saves of one are here.
+
+Or its last word is. A trainer that takes longer to start must beat before: it does from
+``agree_on_resume`` or its first save on.
+"""
+
 NAP_SECONDS = 1.0
 OVER = "the time for draining is over"
 
@@ -141,11 +148,12 @@ class TrainerWatch:
     """Tells when the trainer on a volume is over.
 
     What lies on the volume at the agent's start may be of an earlier pod. So a trainer counts once
-    its heartbeat was seen to move; then it is over when it says so, or is silent for long. A
-    finished mark that was there before, and stays, counts after the same time.
+    its heartbeat was seen to move, or is younger than this agent; then it is over when it says so,
+    or is silent for long. A finished mark that was there before, and stays, counts after the same
+    time; a heartbeat that stays, and saves without one, after :data:`UNSEEN_SECONDS`.
 
     Args:
-        clock: time; only intervals are measured, so that no clock must be right.
+        clock: time; the trainer's is the same, for both are of one pod.
         gone_seconds: of silence.
 
     Attributes:
@@ -157,22 +165,36 @@ class TrainerWatch:
         self._gone_seconds = gone_seconds
         self._looked = False
         self.last: TrainerStatus | None = None
+        self._started = clock.time()
         self._moved_at = clock.monotonic()
+        self._newest = ""
         self._seen = False
 
-    def look(self, trainer: TrainerStatus | None) -> Verdict:
-        """Look at what the trainer says now; None: nothing that can be read."""
+    def look(self, trainer: TrainerStatus | None, newest: str = "") -> Verdict:
+        """Look at what the trainer says now.
+
+        Args:
+            trainer: its status; None: nothing that can be read.
+            newest: the newest save on the volume, which tells of a trainer without a status.
+        """
         now = self._clock.monotonic()
         if trainer is not None and trainer != self.last:
-            self._seen = self._seen or self._looked
+            self._seen = self._seen or self._looked or trainer.time > self._started
             self.last, self._moved_at = trainer, now
+        elif self.last is None and newest != self._newest:
+            self._newest, self._moved_at = newest, now
         self._looked = True
-        silent = now - self._moved_at >= self._gone_seconds
-        if self.last is None:
+        silent = now - self._moved_at
+        if self.last is None and not self._newest:
             return ""
-        if self.last.finished:
-            return "finished" if self._seen or silent else ""
-        return "gone" if self._seen and silent else ""
+        if self.last is not None and self.last.finished:
+            return "finished" if self._seen or silent >= self._gone_seconds else ""
+        return "gone" if silent >= self.patience else ""
+
+    @property
+    def patience(self) -> float:
+        """Seconds of silence after which it is gone."""
+        return self._gone_seconds if self._seen else max(self._gone_seconds, UNSEEN_SECONDS)
 
     @property
     def lives(self) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt_sidecar.ending import LIVES_SECONDS
+from ds_ckpt_sidecar.ending import LIVES_SECONDS, UNSEEN_SECONDS
 from tests.sidecar.stage import Stage, staged
 
 GONE = 300.0
@@ -144,8 +144,43 @@ def test_a_trainer_that_comes_back_in_time_is_served(stage: Stage) -> None:
 
 def test_before_the_trainer_was_heard_of_it_waits_without_end(stage: Stage) -> None:
     player = stage.agent(exit_when_finished=True)
-    stage.play(10 * GONE)
+    stage.play(2 * UNSEEN_SECONDS)
     assert player.code is None
+
+
+def test_one_that_was_killed_after_the_trainer_fell_silent_ends_in_the_end(stage: Stage) -> None:
+    first = stage.agent(exit_when_finished=True)
+    stage.beating(until=20)
+    stage.at(10, lambda: stage.save("a", 300))
+    stage.play(30)
+    first.process.kill()
+    second = stage.agent(exit_when_finished=True)
+    stage.play(30 + UNSEEN_SECONDS - 1)
+    assert second.code is None
+    stage.play(30 + UNSEEN_SECONDS + LOOK)
+    assert (stage.committed(), second.code) == (["a"], 1)
+    (said,) = stage.log.of("trainer.gone")
+    assert "silent for 3600 s" in said["reason"]
+
+
+def test_a_trainer_that_beat_only_before_the_first_look_is_missed_as_soon_as_any(
+    stage: Stage,
+) -> None:
+    stage.away = True
+    player = stage.agent(exit_when_finished=True)
+    stage.at(0.005, stage.beat)
+    stage.at(20, lambda: setattr(stage, "away", False))
+    stage.play(GONE + 40)
+    assert player.code == 1
+
+
+def test_saves_of_a_trainer_that_left_no_word_are_stored_and_then_it_ends(stage: Stage) -> None:
+    stage.save("a", 300)
+    player = stage.agent(exit_when_finished=True)
+    stage.play(UNSEEN_SECONDS - 1)
+    assert (stage.committed(), player.code) == (["a"], None)
+    stage.play(UNSEEN_SECONDS + LOOK)
+    assert player.code == 1
 
 
 def test_a_store_that_stays_away_after_the_end_of_training_does_not_keep_it_for_ever(

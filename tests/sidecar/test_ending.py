@@ -11,6 +11,7 @@ from ds_ckpt_sidecar.ending import (
     FLOOR_SECONDS,
     LIVES_SECONDS,
     NOTICE_SECONDS,
+    UNSEEN_SECONDS,
     Ending,
     Impatient,
     Patience,
@@ -134,9 +135,13 @@ def test_when_the_time_is_over_nothing_is_waited_for_any_more(clock: HandClock) 
 # ---- the trainer
 
 
-def said(*, finished: bool = False, attempt: str = "a") -> TrainerStatus:
+def said(*, finished: bool = False, attempt: str = "a", time: float | None = None) -> TrainerStatus:
     return TrainerStatus(
-        run_id="run", attempt=attempt, time=float(next(_numbers)), finished=finished, nodes=["n"]
+        run_id="run",
+        attempt=attempt,
+        time=float(next(_numbers)) if time is None else time,
+        finished=finished,
+        nodes=["n"],
     )
 
 
@@ -168,13 +173,64 @@ def test_a_finished_mark_that_stays_is_believed_after_the_same_silence(clock: Ha
     assert watch.look(left) == "finished"
 
 
-def test_a_heartbeat_that_was_there_before_and_never_moved_is_nobodys(clock: HandClock) -> None:
+def test_a_heartbeat_that_was_there_before_and_never_moves_is_believed_only_after_long(
+    clock: HandClock,
+) -> None:
     watch = TrainerWatch(clock, 300.0)
     left = said()
     watch.look(left)
-    clock.now += 3000
-    assert watch.look(left) == ""
+    clock.now += UNSEEN_SECONDS - 1
+    assert watch.look(left) == "", "the trainer of this pod may still be on its way"
     assert not watch.lives
+    clock.now += 1
+    assert watch.look(left) == "gone"
+    assert watch.look(said()) == "", "and it is not, once it beats"
+    assert watch.patience == 300.0
+
+
+def test_who_is_patient_for_longer_than_that_is_so_with_an_unknown_trainer_too(
+    clock: HandClock,
+) -> None:
+    watch = TrainerWatch(clock, 2 * UNSEEN_SECONDS)
+    left = said()
+    watch.look(left)
+    clock.now += 2 * UNSEEN_SECONDS - 1
+    assert watch.look(left) == ""
+    clock.now += 1
+    assert watch.look(left) == "gone"
+
+
+@pytest.mark.parametrize(("finished", "verdict"), [(False, "gone"), (True, "finished")])
+def test_a_last_word_between_the_start_and_the_first_look_is_of_this_pod(
+    clock: HandClock, finished: bool, verdict: str
+) -> None:
+    watch = TrainerWatch(clock, 300.0)
+    clock.now += 3
+    last = said(finished=finished, time=clock.time() - 1)
+    first = watch.look(last)
+    assert first == ("finished" if finished else "")
+    clock.now += 300
+    assert watch.look(last) == verdict
+
+
+def test_saves_without_a_word_of_a_trainer_end_the_waiting_only_after_long(
+    clock: HandClock,
+) -> None:
+    watch = TrainerWatch(clock, 300.0)
+    assert watch.look(None, "a.json") == ""
+    clock.now += UNSEEN_SECONDS - 1
+    assert watch.look(None, "b.json") == "", "who saves, lives"
+    clock.now += UNSEEN_SECONDS - 1
+    assert watch.look(None, "b.json") == ""
+    clock.now += 1
+    assert watch.look(None, "b.json") == "gone"
+
+
+def test_a_volume_on_which_nobody_has_been_is_waited_on_without_end(clock: HandClock) -> None:
+    watch = TrainerWatch(clock, 300.0)
+    watch.look(None)
+    clock.now += 100 * UNSEEN_SECONDS
+    assert watch.look(None) == ""
 
 
 def test_one_that_was_seen_to_beat_and_falls_silent_is_gone(clock: HandClock) -> None:
