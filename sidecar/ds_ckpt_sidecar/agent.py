@@ -393,10 +393,20 @@ class Agent:
         self._reporter.beat("starting", now=True, **told)
         # This loop is patient and says what is wrong; calls within it are to fail soon.
         clock = Impatient(self._clock, self._is_hurried, lambda: self._ending.over)
-        brief = RetryStore(self._store, clock, self._rng, policy=RetryPolicy(tries=3))
+        listed, lock = list[str](), threading.Lock()
+
+        def say(retry: Retry) -> None:
+            self._say_retry(retry)
+            with lock:  # from any thread, so without the journal
+                self._health.unready = f"starting: {retry.error}"
+                self._telling.unreached(str(retry.error), listed)
+
+        policy = RetryPolicy(tries=3)
+        brief = RetryStore(self._store, clock, self._rng, policy=policy, on_retry=say)
         retrying = RetryStore(self._store, clock, self._rng, on_retry=self._say_retry)
         self._health.other_signs = lambda: max(brief.went_well, retrying.went_well)
         while True:
+            listed = _tags(undecided())
             try:
                 findings = probe(brief, self._rng, node)
                 fitted = fit(retrying, findings, allow_weak=self._settings.allow_weak_store)

@@ -59,7 +59,7 @@ class Network(Forwarding):
         self._process.wait(self._stage.call_seconds + size / self._stage.rate)
         self._stage.sent += size
         if self._stage.away or (self._stage.takes_no_data and size):
-            raise TransientError(operation, key, "the store is away")
+            raise self._stage.answer(operation, key, "the store is away")
 
     def put(self, key: str, source: Source, *, condition: Condition = None) -> ObjectInfo:
         self._pass("put", key, source.size if names.is_data(key) else 0)
@@ -127,6 +127,7 @@ class Stage:
         rate: bytes per second to the store.
         call_seconds: that each call takes besides.
         away: the store does not answer.
+        answer: what its caller hears then.
         takes_no_data: it refuses the bytes of checkpoints alone.
         sent: bytes of checkpoints on their way so far.
         now: seconds since the beginning.
@@ -138,6 +139,7 @@ class Stage:
         self.rate = RATE
         self.call_seconds = CALL_SECONDS
         self.away = False
+        self.answer: type[TransientError] = TransientError
         self.takes_no_data = False
         self.sent = 0
         self.log = Lines()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ckpt_store.errors import CkptError
+from ds_ckpt_store.errors import CkptError, ExpiredError, ThrottledError, TransientError
 from tests.sidecar.stage import Player, Stage, staged
 
 
@@ -47,6 +47,25 @@ def test_a_store_that_is_away_at_start_keeps_it_unready_and_alive_for_hours(stag
     stage.away = False
     stage.play(3600 * 3 + 90)
     assert player.why("/readyz") == ""
+
+
+@pytest.mark.parametrize("kind", [ExpiredError, ThrottledError])
+def test_a_store_that_puts_it_off_at_start_is_told_from_the_first_answer_on(
+    stage: Stage, kind: type[TransientError]
+) -> None:
+    """Such an answer is waited out for minutes, before it counts as a failure."""
+    stage.away, stage.answer = True, kind
+    stage.save("a", 300)
+    player = stage.agent()
+    stage.play(1)
+    assert stage.log.of("store.unavailable") == []
+    assert stage.log.of("store.retried")[0]["kind"] == kind.__name__
+    assert "the store is away" in player.why("/readyz")
+    assert "not durable: a: discovered, " in stage.said()
+    assert "the store is away" in stage.said()
+    stage.away = False
+    stage.play(300)
+    assert (stage.committed(), player.why("/readyz")) == (["a"], "")
 
 
 def test_a_store_that_goes_away_later_makes_it_unready_until_it_is_back(stage: Stage) -> None:
