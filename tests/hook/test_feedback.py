@@ -104,6 +104,7 @@ def test_without_a_sidecar_it_gives_up_after_a_grace(folders: Folders) -> None:
     report = finalize(job)
     assert report.durable == []
     assert "no sidecar has ever written" in report.not_durable[0].reason
+    assert "DS_CKPT_DIR in the trainer if the agent has a folder" in report.not_durable[0].reason
     assert feedback.GRACE_SECONDS <= report.seconds < feedback.GRACE_SECONDS + 1
 
 

@@ -194,7 +194,10 @@ def _explained(hook: Hook, state: SaveState, standing: Standing, why: str) -> St
 
 def _start_one(state: SaveState) -> str:
     volume = state.session.volume.path if state.session is not None else "DIR"
-    return f"start one: ds-ckpt agent --volume {volume} --destination URL"
+    return (
+        f"start one: ds-ckpt agent --volume {volume} --destination URL, or set DS_CKPT_DIR in the "
+        "trainer if the agent has a folder above"
+    )
 
 
 def tell(hook: Hook) -> None:

@@ -31,6 +31,7 @@ from ds_ckpt_store.errors import InputError, ManifestError, UnknownSchemaError
 DEPTH = 6  # folders below the volume in which a tag is looked for
 DECIDED = ("committed", "cleaned", "superseded", "abandoned")
 _CHECKPOINT = "_states.pt"
+_FILE_SYSTEMS = "lost+found"  # root's alone on each ext4, and no save_dir
 
 
 @dataclass
@@ -209,9 +210,11 @@ class Files:
         try:
             with os.scandir(folder) as entries:
                 found = sorted(entries, key=lambda entry: entry.name)
-        except OSError:
+        except OSError as error:
             if folder in self._named or self._holds_checkpoints(folder):
                 self._need_change(folder, "warning", "what is saved in it cannot be seen")
+            elif folder not in self._seen and os.path.basename(folder) != _FILE_SYSTEMS:
+                self._unseen(folder, error)
             return
         files = [entry for entry in found if entry.is_file(follow_symlinks=False)]
         if any(entry.name.endswith(_CHECKPOINT) for entry in files):
@@ -227,6 +230,25 @@ class Files:
             elif depth:
                 self.looked.left -= 1
                 self._rest(entry.path, depth - 1)
+
+    def _unseen(self, folder: str, error: OSError) -> None:
+        """A folder that may be anybody's, or a save_dir that a hook took for a volume."""
+        try:
+            state = os.lstat(folder)
+        except OSError:
+            return  # gone since
+        self._said.append(
+            Finding(
+                "warning",
+                folder,
+                f"it cannot be looked into by {self._us}: {error.strerror}; it has "
+                f"{owner(state)}{why(state)}. If it holds the trainer's save_dir, its saves are "
+                "not seen and not stored",
+                f"if it does, set DS_CKPT_DIR={self._volume.path} in the trainer (where it has "
+                "mounted that), and let the agent in: "
+                f"{remedy([folder], state, self._us, CHANGE)}",
+            )
+        )
 
     def _holds_checkpoints(self, folder: str) -> bool:
         """Whether a folder that we may not look into is named by a ``latest`` beside it."""

@@ -180,6 +180,22 @@ def test_a_checkpoint_that_was_not_handed_over_yet_is_looked_at_too(volume: Path
     assert "error" not in {each.severity for each in found}
 
 
+def test_a_folder_that_we_may_not_look_into_may_hold_a_save_dir(trainer: Trainer) -> None:
+    """A hook without DS_CKPT_DIR takes save_dir for the volume; umask 077 hides that from us."""
+    share(trainer)
+    (Path(trainer.volume.path) / "lost+found").mkdir(mode=0o700)
+    run = Path(trainer.volume.path) / "run"
+    run.mkdir()
+    with umask(0o077):
+        Trainer(run).save("step1", {STATES: 10})
+    run.chmod(0o700)
+    state = run.stat()
+    warning = only(seen(trainer.volume.path), "warning")
+    assert warning.what == str(run)
+    assert f"uid {state.st_uid}, gid {state.st_gid}, mode 0700" in warning.sentence
+    assert f"DS_CKPT_DIR={trainer.volume.path}" in warning.remedy
+
+
 def test_folders_that_hold_no_checkpoints_are_the_trainers_own_business(trainer: Trainer) -> None:
     with umask(0o002):
         trainer.save("step1", {"0.pt": 100})
@@ -189,7 +205,7 @@ def test_folders_that_hold_no_checkpoints_are_the_trainers_own_business(trainer:
         folder.mkdir()
         (folder / "secret").write_bytes(b"x")
         (folder / "secret").chmod(0o600)
-        folder.chmod(0o700 if name == "wandb" else 0o755)
+        folder.chmod(0o755)
     assert matter(seen(trainer.volume.path)) == []
 
 
