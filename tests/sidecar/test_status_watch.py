@@ -27,6 +27,8 @@ def test_into_a_pipe_it_prints_a_block_and_ends_well_at_ctrl_c(tmp_path: Path) -
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # Whoever runs the tests in the background has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith(b"-- 2")
