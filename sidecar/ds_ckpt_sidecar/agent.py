@@ -46,7 +46,7 @@ from ds_ckpt_sidecar.usage import Usage
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract import access
 from ds_ckpt_store.contract.clock import Clock, SystemClock, system_random
-from ds_ckpt_store.contract.manifest import DocumentT, SaveStatus
+from ds_ckpt_store.contract.manifest import DocumentT
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import (
     CkptError,
@@ -448,24 +448,10 @@ class Agent:
     def _tell_unreached(self, why: str, undecided: Sequence[Found]) -> None:
         """What lies on the volume while the store cannot be reached."""
         self._telling.unreached(why, _tags(undecided))
-        for manifest in (each.manifest for each in undecided):
-            if manifest is not None:
-                files = (*manifest.shards, *manifest.companions)
-                self._reporter.save(
-                    SaveStatus(
-                        save_id=manifest.save_id,
-                        tag=manifest.tag,
-                        state="discovered",
-                        reason=why,
-                        time=self._clock.time(),
-                        saved_ms=manifest.time_ms,
-                        step=manifest.step,
-                        kind=manifest.kind,
-                        bytes_total=sum(file.size for file in files),
-                        shards_total=len(files),
-                        folder=manifest.folder,
-                    )
-                )
+        for each in undecided:
+            if each.manifest is not None:
+                save = Save(each.manifest, each.name, each.written, reason=why)
+                self._reporter.save(save.status(self._clock.time()))
 
     def _is_vain(self, saves: list[str]) -> bool:
         """Whether to ask the store no more, which has not answered so far."""

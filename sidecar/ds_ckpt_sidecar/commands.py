@@ -23,7 +23,12 @@ from ds_ckpt_sidecar.observe.web import document, presentable
 from ds_ckpt_sidecar.running import explained, run_agent
 from ds_ckpt_sidecar.settings import LimitSettings, check, load
 from ds_ckpt_store.contract.clock import SystemClock
-from ds_ckpt_store.contract.manifest import SaveStatus, TransferLimits
+from ds_ckpt_store.contract.manifest import (
+    SaveStatus,
+    SidecarStatus,
+    TrainerStatus,
+    TransferLimits,
+)
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import InputError
 
@@ -259,27 +264,27 @@ def status(
 
 
 def _status_document(place: Volume) -> dict[str, Any]:
-    saves = list(_save_statuses(place))
-    sidecar, trainer = _if_readable(place.sidecar_status), _if_readable(place.trainer_status)
-    restored = _if_readable(place.restored_from)
-    view = look(sidecar, trainer, saves, SystemClock().time(), restored)
+    sidecar, trainer, saves = said = _said(place)
     return {
         "volume": place.path,
         "sidecar": presentable(sidecar.model_dump(by_alias=True)) if sidecar else None,
         "trainer": presentable(trainer.model_dump(by_alias=True)) if trainer else None,
         "saves": [presentable(save.model_dump(by_alias=True)) for save in saves],
-        "view": document(view),
+        "view": document(_view(place, said)),
     }
 
 
-def _view(place: Volume) -> View:
-    return look(
-        _if_readable(place.sidecar_status),
-        _if_readable(place.trainer_status),
-        list(_save_statuses(place)),
-        SystemClock().time(),
-        _if_readable(place.restored_from),
-    )
+Said = tuple[SidecarStatus | None, TrainerStatus | None, list[SaveStatus]]
+
+
+def _said(place: Volume) -> Said:
+    sidecar, trainer = _if_readable(place.sidecar_status), _if_readable(place.trainer_status)
+    return sidecar, trainer, list(_save_statuses(place))
+
+
+def _view(place: Volume, said: Said | None = None) -> View:
+    found = _said(place) if said is None else said
+    return look(*found, SystemClock().time(), _if_readable(place.restored_from))
 
 
 @app.command()

@@ -100,6 +100,27 @@ class Save:
         """Files that this node uploads."""
         return len(self.manifest.shards) + len(self.manifest.companions)
 
+    def status(self, now: float) -> SaveStatus:
+        """Where it stands; ``now`` in seconds since the epoch."""
+        return SaveStatus(
+            save_id=self.save_id,
+            tag=self.manifest.tag,
+            state=self.state,
+            reason=self.reason,
+            time=now,
+            saved_ms=self.manifest.time_ms,
+            step=self.manifest.step,
+            kind=self.manifest.kind,
+            bytes_total=self.bytes_total,
+            bytes_done=min(self.bytes_done, self.bytes_total),
+            shards_total=self.shards_total,
+            shards_done=self.shards_done,
+            folder=self.manifest.folder,
+            waiting_for=list(self.waiting_for),
+            waiting_since=self.waiting_since,
+            durable_since=self.durable_since,
+        )
+
     @functools.cached_property
     def bytes_total(self) -> int:
         """Bytes that this node uploads."""
@@ -163,26 +184,7 @@ class Lifecycle:
 
     def report(self, save: Save) -> None:
         """Write where a save stands."""
-        self._reporter.save(
-            SaveStatus(
-                save_id=save.save_id,
-                tag=save.manifest.tag,
-                state=save.state,
-                reason=save.reason,
-                time=self._clock.time(),
-                saved_ms=save.manifest.time_ms,
-                step=save.manifest.step,
-                kind=save.manifest.kind,
-                bytes_total=save.bytes_total,
-                bytes_done=min(save.bytes_done, save.bytes_total),
-                shards_total=save.shards_total,
-                shards_done=save.shards_done,
-                folder=save.manifest.folder,
-                waiting_for=list(save.waiting_for),
-                waiting_since=save.waiting_since,
-                durable_since=save.durable_since,
-            )
-        )
+        self._reporter.save(save.status(self._clock.time()))
 
     @staticmethod
     def facts(save: Save) -> dict[str, object]:
