@@ -257,27 +257,14 @@ class Agent:
             raise
 
     def _run(self, once: bool) -> int:
-        try:
-            self._volume.prepare()
-            lock = self._lock(once)
-        except PermissionError as error:
-            raise SettingsError(
-                f"{error.filename}: {error.strerror}: the agent runs as uid {os.geteuid()}; "
-                f"{_SHARED}"
-            ) from None
-        except OSError as error:
-            remedy = access.unwritable(error) or "look at its disk"
-            raise SettingsError(
-                f"{error.filename}: {error.strerror}: the agent cannot begin its work on "
-                f"{self._volume.path}; {remedy}, and start it again"
-            ) from None
-        if lock is None:
+        begun = self._begin(once)
+        if begun is None:
             return 1 if once else 0
+        lock, node = begun
         self._health.started = True
         stop_watching: Callable[[], None] = lambda: None  # noqa: E731
         journal: Journal | None = None
         try:
-            node = self._volume.node_id()
             self._log.info(
                 "agent.started",
                 version=__version__,
@@ -319,6 +306,30 @@ class Agent:
                 self._unfreed.close()
             os.close(lock)
         return code
+
+    def _begin(self, once: bool) -> tuple[int, str] | None:
+        """The volume's lock and its node id; None if it should exit instead."""
+        with contextlib.ExitStack() as undo:
+            try:
+                self._volume.prepare()
+                lock = self._lock(once)
+                if lock is None:
+                    return None
+                undo.callback(os.close, lock)
+                node = self._volume.node_id()
+            except PermissionError as error:
+                raise SettingsError(
+                    f"{error.filename}: {error.strerror}: the agent runs as uid {os.geteuid()}; "
+                    f"{_SHARED}"
+                ) from None
+            except OSError as error:
+                remedy = access.unwritable(error) or "look at its disk"
+                raise SettingsError(
+                    f"{error.filename}: {error.strerror}: the agent cannot begin its work on "
+                    f"{self._volume.path}; {remedy}, and start it again"
+                ) from None
+            undo.pop_all()
+        return lock, node
 
     def _build(self, store: Store, journal: Journal, node: str) -> Syncer:
         catalog = Catalog(store, self._rng)

@@ -681,8 +681,11 @@ class Syncer:
             or not trainer.finished
             or trainer.attempt != self._attempt
             or self._released
-            or self.unfinished()
         ):
+            return
+        # It may have saved between the look at the outbox and the one at what it says of itself.
+        self._discover()
+        if self.unfinished():
             return
         self._catalog.own(
             self._run_id,

@@ -6,19 +6,21 @@ import json
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract.clock import SystemClock
+from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.contract.manifest import TrainerStatus
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import AccessError
 from ds_ckpt_store.stores.memory import MemoryStore
 from ds_ckpt_store.stores.port import BytesSource
 from tests.sidecar.handoff import START_MS, Trainer, save_together
-from tests.sidecar.world import World, status, until
+from tests.sidecar.world import Lines, World, status, until
 
 OWNER = r"owner\.json"
 
@@ -177,6 +179,36 @@ def test_the_lease_is_given_back_when_the_trainer_has_finished(
     assert owner is not None
     assert owner.unfinished == []
     other_run(world)
+
+
+class OnceLooked(Filesystem):
+    """The trainer goes on as soon as an agent that has nothing to do has looked for more."""
+
+    def __init__(self, log: Lines, then: Callable[[], object]) -> None:
+        self._log = log
+        self._then: Callable[[], object] | None = then
+
+    def names(self, path: str) -> list[str]:
+        found = super().names(path)
+        if path.endswith("/outbox") and self._log.of("save.committed") and self._then is not None:
+            then, self._then = self._then, None
+            then()
+        return found
+
+
+def test_the_lease_is_not_given_back_before_a_last_save_that_was_missed_is_stored(
+    world: World, trainer: Trainer
+) -> None:
+    trainer.save("t", {"x": 10})
+    trainer.say()
+
+    def go_on() -> None:
+        trainer.save("u", {"x": 10})
+        trainer.say(finished=True)
+
+    with world.running(trainer.volume.path, fs=OnceLooked(world.log, go_on)):
+        until(lambda: world.log.of("lease.released"))
+        assert world.states() == {"t": "committed", "u": "committed"}
 
 
 def test_retention_does_not_take_back_a_lease_that_was_given_back(

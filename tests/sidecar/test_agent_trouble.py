@@ -15,7 +15,13 @@ from pathlib import Path
 import pytest
 
 from ds_ckpt_store.contract.filesystem import Filesystem
-from ds_ckpt_store.errors import AccessError, NotFoundError, ThrottledError, WeakStoreError
+from ds_ckpt_store.errors import (
+    AccessError,
+    NotFoundError,
+    SettingsError,
+    ThrottledError,
+    WeakStoreError,
+)
 from ds_ckpt_store.stores.faulty import FaultyStore
 from ds_ckpt_store.stores.memory import MemoryStore
 from tests.sidecar.handoff import Trainer
@@ -98,6 +104,22 @@ def test_where_nothing_can_be_written_saves_are_committed_all_the_same(
     world.check_whole()
     assert world.log.of("journal.degraded")
     assert len(world.log.of("status.unwritable")) == 1
+
+
+class FullFromTheStart(Filesystem):
+    """The last byte was taken while the folders were made."""
+
+    def create_exclusive(self, path: str, data: bytes, *, durable: bool = True) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+
+def test_a_volume_that_has_no_room_for_the_nodes_id_is_refused_with_what_to_do(
+    world: World, tmp_path: Path
+) -> None:
+    for _ in range(2):  # and the lock is free again
+        with pytest.raises(SettingsError, match=r"node\.json: No space.* cannot begin") as told:
+            world.once(tmp_path, fs=FullFromTheStart())
+        assert "make room" in str(told.value)
 
 
 class NoRoomForNames(Filesystem):

@@ -274,15 +274,23 @@ class Checker:
             torn = is_torn(record, data)
             if torn:
                 self.fails(f"I1: at rest {record.folder} is torn: {torn}")
+        for folder in self.undecided(run_id):
+            self.fails(f"I5: {folder} is complete and nobody decides it")
+        for save_id, nodes in self.published.items():
+            self._was_stored(save_id, nodes, here, owner.attempt if owner is not None else "")
+
+    def undecided(self, run_id: str) -> list[str]:
+        """Folders of the saves whose receipts are complete and that have no record."""
+        objects = self._objects()
+        found = []
         for key, item in objects.items():
             if key.startswith(SAVES):
                 intent = parse(Intent, item.data)
-                receipts = [f"{RECEIPTS}{intent.save_id}/{n}.json" in objects for n in intent.nodes]
-                decided = intent.save_id in self.states
-                if all(receipts) and not decided and intent.run_id == run_id:
-                    self.fails(f"I5: {intent.folder} is complete and nobody decides it")
-        for save_id, nodes in self.published.items():
-            self._was_stored(save_id, nodes, here, owner.attempt if owner is not None else "")
+                receipts = (f"{RECEIPTS}{intent.save_id}/{node}.json" for node in intent.nodes)
+                decided = intent.save_id in self.states or intent.run_id != run_id
+                if not decided and all(key in objects for key in receipts):
+                    found.append(intent.folder)
+        return found
 
     def _follow_training(self, data: dict[str, bytes]) -> None:
         """What sorts later was saved later, whatever the clocks said."""

@@ -392,7 +392,22 @@ class World:
         else:
             self.checker.fails(f"I5: not everything came to rest: {self._what_is_left()}")
         if not self.checker.broken:
+            self._come_by()
             self._last_look()
+
+    def _come_by(self) -> None:
+        """A save whose last node died before it decided is for whoever of the run starts next."""
+        if not self.checker.undecided(self.job.run_id):
+            return
+        self.chance.count("saves left to whoever comes by")
+        pod = self.job.pods[0]
+        if pod.agent is not None:
+            pod.agent.kill()
+        self.job.start_agent(pod)
+        for _ in range(60):
+            self.kernel.run(self.kernel.now + 1.0)
+            if not self.checker.undecided(self.job.run_id):
+                break
 
     def _tick(self) -> None:
         for job in self.jobs:

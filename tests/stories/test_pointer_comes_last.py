@@ -33,7 +33,8 @@ def test_a_slow_shard_of_one_node_holds_back_record_and_pointer(
         came.set()
         go_on.wait(30)
 
-    slow = proxy.add(Fault(SLOW[what], "delay", after=0, then=hold))
+    # All of them: who hears nothing for the stage's stall asks again.
+    slow = proxy.add(Fault(SLOW[what], "delay", times=None, then=hold))
     (manifest, _) = save_together(nodes, "t", [{"rank0.pt": 1000}, {"rank1.pt": size}])
     with stage.running(nodes[0].volume.path), stage.running(nodes[1].volume.path):
         assert came.wait(30)
@@ -44,7 +45,7 @@ def test_a_slow_shard_of_one_node_holds_back_record_and_pointer(
         until(lambda: stage.latest() == "t")
         # Whoever sees the pointer sees all of the checkpoint.
         check_whole(stage.looked, stage.catalog.committed()[0])
-    assert proxy.hits(slow) == 1
+    assert proxy.hits(slow) >= 1
     lines = proxy.lines(r"^(PUT|POST)")
     pointer = next(n for n, line in enumerate(lines) if line.endswith("/latest"))
     record = next(n for n, line in enumerate(lines) if f"checkpoints/{manifest.save_id}" in line)
