@@ -14,6 +14,7 @@ import random
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from threading import get_ident
 from typing import Protocol
 
 from ds_ckpt_sidecar import __version__
@@ -35,7 +36,7 @@ from ds_ckpt_sidecar.observe.log import Growing, Log
 from ds_ckpt_sidecar.observe.report import AgentState, Reporter
 from ds_ckpt_sidecar.observe.tally import Tally
 from ds_ckpt_sidecar.observe.termination import TerminationMessage
-from ds_ckpt_sidecar.observe.view import View, look
+from ds_ckpt_sidecar.observe.view import View, look, why_unready
 from ds_ckpt_sidecar.order import Rate, first_in_hurry
 from ds_ckpt_sidecar.outbox import Found, Outbox, watch
 from ds_ckpt_sidecar.settings import AgentSettings
@@ -46,7 +47,7 @@ from ds_ckpt_sidecar.usage import Usage
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract import access
 from ds_ckpt_store.contract.clock import Clock, SystemClock, system_random
-from ds_ckpt_store.contract.manifest import DocumentT
+from ds_ckpt_store.contract.manifest import FRESH_SECONDS, DocumentT, SidecarStatus
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import (
     CkptError,
@@ -67,6 +68,9 @@ from ds_ckpt_store.transfer.upload import Uploader
 ONCE_TRIES = 3
 SILENT_SECONDS = 240.0
 """What a healthy agent may be silent beyond twice the patience with a request; see Health."""
+
+SEEN_SECONDS = 20.0
+"""In which the heartbeat is renewed while there is nothing to do."""
 
 LAST_SECONDS = 3.0
 """So near to its end an agent tells the cluster what is not durable: it may be killed."""
@@ -165,6 +169,7 @@ class Agent:
         self._local = LocalFiles(volume, self._unfreed)
         self._usage = Usage(volume, settings.volume_limit, self._clock)
         self._health = Health(self._clock, SILENT_SECONDS + 2 * settings.stall_seconds)
+        self._main: int | None = None
         self.tally = Tally()
         self.tally.sent_bytes = lambda: self._budget.moved
         self._telling = Telling(message, reports)
@@ -211,17 +216,16 @@ class Agent:
         return {
             "/healthz": self._health.why_dead,
             "/startedz": self._health.why_not_started,
-            "/readyz": self._health.why_not_ready,
+            "/readyz": self._why_unready,
             "/prestop": self.notice,
         }
 
     def look(self) -> View:
         """What a person wants to know of it."""
-        said, saves = self._reporter.said(), self._reporter.saves()
-        if said is None and (other := self._readable(self._volume.sidecar_status)) is not None:
+        said, saves = self._heartbeat(), self._reporter.saves()
+        if not said.time and (other := self._readable(self._volume.sidecar_status)) is not None:
             # It stands by, or has not begun: what the agent before it knew is the best there is.
-            state: AgentState = "standby" if self._health.started else "starting"
-            said = other.model_copy(update={"state": state, "unready": self._health.unready})
+            said = other.model_copy(update={"state": said.state, "unready": said.unready})
         return look(
             said,
             self._readable(self._volume.trainer_status),
@@ -229,6 +233,17 @@ class Agent:
             self._clock.time(),
             self._readable(self._volume.restored_from),
         )
+
+    def _heartbeat(self) -> SidecarStatus:
+        """Its last heartbeat, with what is known since; without a time if there was none yet."""
+        said = self._reporter.said()
+        if said is None:
+            state: AgentState = "standby" if self._health.started else "starting"
+            said = SidecarStatus(time=0.0, pid=os.getpid(), version=__version__, state=state)
+        return said.model_copy(update={"unready": self._health.unready})
+
+    def _why_unready(self) -> str:
+        return why_unready(self._heartbeat(), self._clock.time())
 
     @staticmethod
     def _readable(read: Callable[[], DocumentT | None]) -> DocumentT | None:
@@ -257,6 +272,7 @@ class Agent:
             raise
 
     def _run(self, once: bool) -> int:
+        self._main = get_ident()
         begun = self._begin(once)
         if begun is None:
             return 1 if once else 0
@@ -291,7 +307,7 @@ class Agent:
                 self._examiner.store()
             self._syncer = self._build(store, journal, node)
             self._syncer.look_up_committed()
-            self._syncer.beat("running", now=True)
+            self._beat("running", now=True)
             self._health.unready = ""
             if not once:
                 stop_watching = watch(self._volume.outbox, self._wake, self._warn_watch)
@@ -400,10 +416,9 @@ class Agent:
         """Learn what the store really does, until it answers; None if it should exit instead."""
         tries = 0
         self._tell_unreached("the store has not answered yet", undecided())
-        told = {"destination": self._settings.destination, "run_id": self._settings.run_id}
-        self._reporter.beat("starting", now=True, **told)
+        self._beat("starting", now=True)
         # This loop is patient and says what is wrong; calls within it are to fail soon.
-        clock = Impatient(self._clock, self._is_hurried, lambda: self._ending.over)
+        clock = Impatient(self._clock, self._is_hurried, lambda: self._ending.over, self._stay_seen)
         listed, lock = list[str](), threading.Lock()
 
         def say(retry: Retry) -> None:
@@ -413,8 +428,9 @@ class Agent:
                 self._telling.unreached(str(retry.error), listed)
 
         policy = RetryPolicy(tries=3)
-        brief = RetryStore(self._store, clock, self._rng, policy=policy, on_retry=say)
-        retrying = RetryStore(self._store, clock, self._rng, on_retry=self._say_retry)
+        seen = self._stay_seen
+        brief = RetryStore(self._store, clock, self._rng, policy=policy, on_retry=say, on_call=seen)
+        retrying = RetryStore(self._store, clock, self._rng, on_retry=self._say_retry, on_call=seen)
         self._health.other_signs = lambda: max(brief.went_well, retrying.went_well)
         while True:
             listed = _tags(undecided())
@@ -444,7 +460,7 @@ class Agent:
                 self._telling.failing(str(error), tries)
                 self._failed_passes = tries
                 self._tell_unreached(str(error), undecided())
-                self._reporter.beat("refused" if last else "starting", now=True, **told)
+                self._beat("refused" if last else "starting", now=True)
                 if last or self._is_vain(_tags(undecided())):
                     return None
                 self._wait(delay)
@@ -531,7 +547,7 @@ class Agent:
             self._report(error)
             trouble = str(error)
         self._health.unready = trouble
-        syncer.beat("refused" if self._refused else self._state, now=True)
+        self._beat("refused" if self._refused else self._state, now=True)
         self._tell(syncer)
         return passed
 
@@ -563,7 +579,7 @@ class Agent:
         self._look_around()
         if self._journal is not None:
             self._journal.flush()
-        syncer.beat(self._state)
+        self._beat(self._state)
         now = self._clock.monotonic()
         if now >= self._tell_due:
             self._tell_due = now + TELL_SECONDS
@@ -706,7 +722,7 @@ class Agent:
                 reason=f"it was silent for {self._trainer.patience:.0f} s and has not said that it "
                 "finished",
             )
-        syncer.beat("refused" if self._refused else "stopped", now=True)
+        self._beat("refused" if self._refused else "stopped", now=True)
         self._telling.refresh(syncer)
         self._telling.ended()
         self._log.info("agent.stopped", left=len(left))
@@ -717,9 +733,28 @@ class Agent:
     def _wait(self, seconds: float) -> bool:
         """Wait for the outbox, a signal, a notice, or the time; returns whether to stop."""
         self._health.beat(seconds)
-        self._wake.wait(seconds)
+        while seconds > 0 and not self._wake.wait(min(seconds, SEEN_SECONDS)):
+            seconds -= SEEN_SECONDS
+            self._stay_seen()
         self._wake.clear()
         return self._ending.stopping
+
+    def _beat(self, state: AgentState, *, now: bool = False) -> None:
+        """The heartbeat; of the main thread alone."""
+        if self._syncer is not None:
+            self._syncer.beat(state, now=now)
+        else:
+            told = {"destination": self._settings.destination, "run_id": self._settings.run_id}
+            self._reporter.beat(state, now=now, **told)
+
+    def _stay_seen(self) -> None:
+        """Say again what it said last, so that it counts as alive however long it waits.
+
+        From any thread: parts are sent while the main one beats by itself.
+        """
+        said = self._reporter.current
+        if said is not None and get_ident() == self._main:
+            self._beat(said.state)
 
     def _facts(self) -> dict[str, object]:
         """What each heartbeat says beside what stands in the syncer."""
@@ -730,6 +765,8 @@ class Agent:
         if self._unfreed is not None:
             self._unfreed.look(self._clock.monotonic())
         return {
+            # One request to a store that hangs: for its connection, and for its answer.
+            "silent_after": FRESH_SECONDS + 2 * self._settings.stall_seconds,
             "free_bytes": space.free,
             "total_bytes": space.total,
             "used_bytes": space.used,

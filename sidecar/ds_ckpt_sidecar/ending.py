@@ -114,12 +114,20 @@ class Impatient:
         clock: time.
         hurried: whether there is little time; asked once a second.
         over: whether there is none.
+        awake: called once a second; must not raise.
     """
 
-    def __init__(self, clock: Clock, hurried: Callable[[], bool], over: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        clock: Clock,
+        hurried: Callable[[], bool],
+        over: Callable[[], bool],
+        awake: Callable[[], None] = lambda: None,
+    ) -> None:
         self._clock = clock
         self._hurried = hurried
         self._over = over
+        self._awake = awake
 
     def time(self) -> float:
         """As the clock says."""
@@ -138,6 +146,7 @@ class Impatient:
         end = self._clock.monotonic() + seconds
         while (left := end - self._clock.monotonic()) > 0:
             self._clock.sleep(min(left, NAP_SECONDS))
+            self._awake()
             if self._over():
                 raise PausedError(OVER)
             if self._hurried():

@@ -41,6 +41,7 @@ def sidecar(
     *,
     time: float | None = None,
     error: str = "",
+    **values: float,
 ) -> None:
     place = Volume(str(volume))
     place.prepare()
@@ -51,6 +52,7 @@ def sidecar(
             version="1",
             state=state,
             last_error=error,
+            **values,
         )
     )
 
@@ -116,6 +118,24 @@ def test_a_silent_sidecar_is_named_with_its_silence(folders: Folders) -> None:
     job.hooks[0].clock = FakeTime()
     report = finalize(job)
     assert "silent for 5" in report.not_durable[0].reason
+
+
+@pytest.mark.parametrize(("age", "patience"), [(59, None), (170, 180.0)])
+def test_a_sidecar_in_a_request_that_hangs_is_waited_for(
+    folders: Folders, age: float, patience: float | None
+) -> None:
+    (volume,) = folders(1)
+    job = Job([volume])
+    save = job.save("a")[0]
+    clock = job.hooks[0].clock = FakeTime()
+    said = {} if patience is None else {"silent_after": patience}
+    sidecar(volume, "running", time=clock.now - age, **said)
+    job.hooks[0].began -= 2 * feedback.SILENT_SECONDS
+    assert finalize(job, timeout=0).not_durable[0].reason.startswith("still discovered")
+    sidecar(volume, "running", time=clock.now - age - 15, **said)
+    assert "silent" in finalize(job, timeout=0).not_durable[0].reason
+    stands(volume, save.save_id, "committed")
+    assert finalize(job).durable == ["a"]
 
 
 def test_a_sidecar_that_refused_to_work_is_quoted_at_once(folders: Folders) -> None:

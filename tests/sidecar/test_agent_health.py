@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from ds_ckpt_sidecar.observe import report
+from ds_ckpt_sidecar.observe.metrics import Metrics
+from ds_ckpt_sidecar.observe.view import look
 from ds_ckpt_store.errors import CkptError, ExpiredError, ThrottledError, TransientError
 from tests.sidecar.stage import Player, Stage, staged
+from tests.simulation.kernel import EPOCH
 
 
 @pytest.fixture
@@ -190,3 +194,93 @@ def test_an_error_that_nobody_expected_stands_there_too(stage: Stage) -> None:
     assert first == "durable: nothing"
     assert second.startswith("not durable: a: uploading")
     assert last == "the agent gave up: ZeroDivisionError: of a library"
+
+
+def hang(stage: Stage, seconds: float) -> None:
+    """From 10 s on each call to the store takes so long, and then fails."""
+    stage.at(10, lambda: setattr(stage, "call_seconds", seconds))
+    stage.at(10, lambda: setattr(stage, "away", True))
+
+
+def test_the_probe_the_page_and_the_metric_never_disagree(stage: Stage) -> None:
+    """While the store is away, hangs, or is back, in a wait, a hang, a drain, and after the end."""
+    stage.away = True
+    first = stage.agent()
+    second = stage.agent()
+    stage.at(100, lambda: setattr(stage, "away", False))
+    for at in (200, 1_000):
+        stage.at(at, lambda: stage.save(f"t{stage.now:.0f}", 300))
+    stage.at(300, lambda: setattr(stage, "call_seconds", 250.0))
+    stage.at(900, lambda: setattr(stage, "call_seconds", 0.01))
+    stage.at(1_700, lambda: setattr(first.process, "frozen_until", 2_200.0))
+    stage.at(2_500, first.agent.stop)
+    reasons = set()
+    for moment in range(1, 2_700, 7):
+        stage.play(moment)
+        for player in (first, second):
+            view = player.agent.look()
+            metrics = Metrics(player.agent.look, player.agent.tally).render("")[1].decode()
+            ready = f'ds_ckpt_agent_ready{{run="{view.run_id}"}} {float(not view.unready)}'
+            assert player.why("/readyz") == view.unready
+            assert ready in metrics
+            reasons.add(view.unready)
+    assert (first.why("/readyz"), second.why("/readyz")) == ("the agent is stopped", "")
+    for seen in ("starting: ", "standing by: ", "last heard of ", "is stopped"):
+        assert any(seen in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("kind", [TransientError, ThrottledError, ExpiredError])
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("seconds", [1.0, 60.0, 119.0])
+def test_an_agent_whose_calls_to_the_store_hang_is_heard_of_between_them(
+    stage: Stage, kind: type[TransientError], begun: bool, seconds: float
+) -> None:
+    stage.answer = kind
+    hang(stage, seconds)
+    if begun:
+        stage.agent()
+    stage.play(11)
+    if not begun:
+        stage.agent()
+    stage.save("a", 300)
+    assert longest_silence(stage, 1_500) <= seconds + 2 * report.HEARTBEAT_SECONDS + 1
+
+
+def test_one_that_reads_much_from_a_slow_store_is_heard_of_between_two_calls(stage: Stage) -> None:
+    for number in range(8):
+        stage.save(f"t{number}", 10)
+    first = stage.agent()
+    stage.at(20, first.agent.stop)
+    stage.play(30)
+    stage.call_seconds = 100.0
+    stage.agent()
+    assert longest_silence(stage, 2_000, since=200) <= 100 + 2 * report.HEARTBEAT_SECONDS + 1
+
+
+def test_one_that_seldom_has_anything_to_do_is_heard_of(stage: Stage) -> None:
+    stage.agent(rescan_seconds=3_600.0)
+    assert longest_silence(stage, 3_000) <= 2 * report.HEARTBEAT_SECONDS
+
+
+@pytest.mark.parametrize("patience", [1.0, 60.0, 3_600.0])
+def test_all_who_judge_it_wait_for_a_request_that_hangs(stage: Stage, patience: float) -> None:
+    """For its connection and its answer, each as long as ``--stall-seconds`` allows."""
+    stage.agent(stall_seconds=patience)
+    stage.play(5)
+    said = stage.trainer.volume.sidecar_status()
+    assert said is not None
+    oldest = 2 * patience + 2 * report.HEARTBEAT_SECONDS
+    assert not said.is_silent(said.time + oldest)
+    assert look(said, None, [], said.time + oldest).alive
+    assert said.is_silent(said.time + oldest + 61)
+
+
+def longest_silence(stage: Stage, until: float, since: float = 60.0) -> float:
+    """The oldest that the heartbeat gets, looked at every second."""
+    longest = 0.0
+    for second in range(int(max(since, stage.now + 1)), int(until)):
+        stage.play(second)
+        said = stage.trainer.volume.sidecar_status()
+        assert said is not None
+        longest = max(longest, EPOCH + stage.now - said.time)
+    return longest

@@ -181,8 +181,8 @@ def _explained(hook: Hook, state: SaveState, standing: Standing, why: str) -> St
     sidecar = _sidecar(state.session)
     if sidecar is None:
         why = f"no sidecar has ever written its heartbeat to the volume; {_start_one(state)}"
-    elif _age(hook, state.session, sidecar) > SILENT_SECONDS:
-        age = _age(hook, state.session, sidecar)
+    elif sidecar.is_silent(hook.clock.time()):
+        age = abs(hook.clock.time() - sidecar.time)
         why = f"the sidecar has been silent for {age:.0f} s; {_start_one(state)}"
     elif sidecar.last_error and not standing.reason:
         why = f"{why.format(standing.state)}; the sidecar's last error: {sidecar.last_error}"
@@ -227,7 +227,7 @@ def tell(hook: Hook) -> None:
             continue
         waiting = [s for s in hook.saves if s.session is session and not s.told]
         sidecar = _sidecar(session)
-        silent = sidecar is None or _age(hook, session, sidecar) > SILENT_SECONDS
+        silent = sidecar is None or sidecar.is_silent(hook.clock.time())
         if waiting and silent and now - hook.began > SILENT_SECONDS:
             hook.next_word = now + REMINDER_SECONDS
             logger.warning(
@@ -246,7 +246,7 @@ def _silence(hook: Hook, states: Sequence[SaveState], waited: float) -> str:
         if state.waiting_for_engine:
             return "the checkpoint engine has not finished writing it"
         sidecar = _sidecar(state.session)
-        if sidecar is not None and _age(hook, state.session, sidecar) <= SILENT_SECONDS:
+        if sidecar is not None and not sidecar.is_silent(hook.clock.time()):
             # A stopped one may be on its way back: its container is restarted, or replaced.
             gone = sidecar.state == "stopped" and waited >= GRACE_SECONDS
             if gone or sidecar.state == "refused":
@@ -263,11 +263,6 @@ def _sidecar(session: Session | None) -> SidecarStatus | None:
         return session.volume.sidecar_status()
     except (CkptError, OSError):
         return None
-
-
-def _age(hook: Hook, session: Session | None, sidecar: SidecarStatus) -> float:
-    """Seconds since the heartbeat; both containers of a pod have one clock."""
-    return max(0.0, hook.clock.time() - sidecar.time) if session is not None else 0.0
 
 
 def _standing(state: SaveState) -> Standing:

@@ -13,7 +13,6 @@ from ds_ckpt_store.contract.clock import SystemClock
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import InputError
 
-SILENT_SECONDS = 60.0
 AHEAD_SECONDS = 5.0
 
 StatusT = TypeVar("StatusT")
@@ -47,7 +46,7 @@ def _agent(volume: Volume, now: float) -> Generator[Finding, None, bool]:
     if status.state == "stopped":
         yield Finding("ok", what, said)
         return False
-    if age > SILENT_SECONDS:
+    if status.is_silent(now):
         yield Finding(
             "warning",
             what,

@@ -49,7 +49,3 @@ class Health:
     def why_not_started(self) -> str:
         """Empty once it has started."""
         return "" if self.started else "starting: the volume is not locked yet"
-
-    def why_not_ready(self) -> str:
-        """Empty while it can store."""
-        return self.unready

@@ -218,7 +218,7 @@ METRICS: tuple[Described, ...] = (
     Described(
         "agent_ready",
         "gauge",
-        "1 if the agent can store now.",
+        "1 if the agent can store now, as /readyz has it.",
         "0 for long: the status page says why not.",
         lambda view, _: int(not view.unready),
     ),
@@ -233,7 +233,8 @@ METRICS: tuple[Described, ...] = (
     Described(
         "agent_heartbeat_timestamp_seconds",
         "gauge",
-        "When the agent's main loop last wrote its status.",
+        "When the agent's main loop last wrote its status; up to twice --stall-seconds ago, while a"
+        " request to the store hangs.",
         "Old while the endpoint answers: it hangs in a call; liveness restarts it.",
         lambda view, _: view.heartbeat or None,
     ),

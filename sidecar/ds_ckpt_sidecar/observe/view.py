@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from ds_ckpt_sidecar.observe.remedies import remedy
 from ds_ckpt_store.contract.manifest import (
+    FRESH_SECONDS,
     Restored,
     SaveState,
     SaveStatus,
@@ -27,9 +28,6 @@ from ds_ckpt_store.contract.manifest import (
     TrainerStatus,
 )
 from ds_ckpt_store.stores import shown
-
-FRESH_SECONDS = 60.0
-"""A heartbeat that is older is silence; both beat every few seconds."""
 
 OPEN: frozenset[SaveState] = frozenset({"discovered", "uploading", "stored", "failed"})
 DURABLE: frozenset[SaveState] = frozenset({"committed", "cleaned"})
@@ -171,7 +169,7 @@ def look(
     seconds, steps = _exposure(views, newest, trainer, now)
     return View(
         now=now,
-        alive=said.state != "stopped" and abs(now - said.time) < FRESH_SECONDS,
+        alive=said.state != "stopped" and not said.is_silent(now),
         heartbeat=said.time,
         version=said.version,
         state=said.state if sidecar is not None else "never seen",
@@ -204,7 +202,7 @@ def look(
         error=said.last_error,
         error_time=said.last_error_time,
         remedy=remedy(said.last_error_kind) if said.last_error else "",
-        unready=_why_unready(sidecar, now),
+        unready=why_unready(sidecar, now),
         trainer=trainer,
         trainer_state=_trainer_state(trainer, now),
         trainer_silent_seconds=None if trainer is None else max(0.0, now - trainer.time),
@@ -260,15 +258,22 @@ def _trainer_state(trainer: TrainerStatus | None, now: float) -> str:
     return "running" if now - trainer.time < FRESH_SECONDS else "silent"
 
 
-def _why_unready(sidecar: SidecarStatus | None, now: float) -> str:
-    """Why the agent cannot store now; one that says nothing cannot, as far as anybody knows."""
+def why_unready(sidecar: SidecarStatus | None, now: float) -> str:
+    """Why the agent cannot store now; empty if it can.
+
+    One that says nothing cannot, as far as anybody knows. This is the only judge: of the probe too.
+
+    Args:
+        sidecar: its last heartbeat; None: there was none.
+        now: seconds since the epoch.
+    """
     if sidecar is None:
         return "no agent was ever seen on this volume"
     if sidecar.unready:
         return sidecar.unready
     if sidecar.state not in ("running", "draining"):
         return f"the agent is {sidecar.state}"
-    if abs(now - sidecar.time) < FRESH_SECONDS:
+    if not sidecar.is_silent(now):
         return ""
     return (
         f"the agent was last heard of {now - sidecar.time:.0f} s ago: it has ended, or hangs in a "

@@ -69,6 +69,9 @@ Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
 END_OF_TIME_MS = 253_402_300_800_000
 TimeMs = Annotated[int, Field(ge=0, lt=END_OF_TIME_MS)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+FRESH_SECONDS = 60.0
+"""A heartbeat that is older is silence, if it says nothing else: one comes every few seconds."""
+
 Protection = Literal["hardlink", "reflink", "copy", "none"]
 SaveState = Literal[
     "discovered",
@@ -317,10 +320,12 @@ class SidecarStatus(Document):
     the save that fares worst, has failed. Of the volume, ``limit_bytes`` is what it may hold before
     the pod is evicted (0: no bound but its disk), ``high_water_bytes`` the most that was seen in
     use, and ``unfreed_bytes`` what was removed and is kept by others. ``rate`` is bytes per second
-    of late, 0 while nothing moves.
+    of late, 0 while nothing moves. ``silent_after`` is how old, in seconds, this may get while the
+    sidecar lives.
     """
 
     time: float
+    silent_after: Annotated[float, Field(ge=0, allow_inf_nan=False)] = FRESH_SECONDS
     pid: int
     version: str
     run_id: str = ""
@@ -350,6 +355,14 @@ class SidecarStatus(Document):
     limit_bytes: int = 0
     unfreed_bytes: int = 0
     credentials_expiry: float | None = None
+
+    def is_silent(self, now: float) -> bool:
+        """Whether it has said nothing for so long that it has ended, or hangs.
+
+        Args:
+            now: seconds since the epoch, by the clock of the sidecar's pod.
+        """
+        return abs(now - self.time) > self.silent_after
 
 
 def _bandwidth(value: int) -> int:

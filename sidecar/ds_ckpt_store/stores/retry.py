@@ -102,6 +102,8 @@ class RetryStore(Forwarding):
         policy: how long to go on.
         on_retry: called before each wait, from whatever thread; for logs and limits. Must not
             raise.
+        on_call: called before each call, those made again included, from whatever thread; a sign
+            of life. Must not raise.
     """
 
     def __init__(
@@ -112,12 +114,14 @@ class RetryStore(Forwarding):
         *,
         policy: RetryPolicy | None = None,
         on_retry: Callable[[Retry], None] | None = None,
+        on_call: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(store)
         self._clock = clock
         self._rng = rng
         self._policy = policy or RetryPolicy()
         self._on_retry = on_retry
+        self._on_call = on_call
         self._went_well = float("-inf")  # when any call succeeded last
 
     @property
@@ -227,10 +231,14 @@ class RetryStore(Forwarding):
     # ---- how
 
     def _retry(self, call: Callable[[], T], *, ambiguous: bool = True) -> T:
+        def begun() -> T:
+            self._on_call()
+            return call()
+
         try:
-            result = call()
+            result = begun()
         except TransientError as error:
-            result = self._retry_after(error, call, ambiguous=ambiguous)
+            result = self._retry_after(error, begun, ambiguous=ambiguous)
         self._went_well = self._clock.monotonic()
         return result
 

@@ -25,9 +25,11 @@ def test_what_agent_and_trainer_last_said_is_told(trainer: Trainer) -> None:
     assert {each.severity for each in told.values()} == {"note"}
     trainer.say()
 
-    def say(age: float, state: Any, error: str = "") -> Finding:
+    def say(age: float, state: Any, error: str = "", **values: float) -> Finding:
         place.write_sidecar_status(
-            SidecarStatus(time=now - age, pid=1, version="9", state=state, last_error=error)
+            SidecarStatus(
+                time=now - age, pid=1, version="9", state=state, last_error=error, **values
+            )
         )
         return next(e for e in check_processes(place) if e.what.endswith("sidecar.json"))
 
@@ -35,6 +37,8 @@ def test_what_agent_and_trainer_last_said_is_told(trainer: Trainer) -> None:
     assert say(5000, "stopped").severity == "ok"
     silent = say(5000, "running")
     assert (silent.severity, "nothing since" in silent.sentence) == ("warning", True)
+    assert say(100, "running").severity == "warning"
+    assert say(100, "running", silent_after=180).severity == "ok"
     failing = say(1, "running", "no bucket")
     assert (failing.severity, "no bucket" in failing.sentence) == ("warning", True)
     assert say(1, "refused", "another run").severity == "error"
