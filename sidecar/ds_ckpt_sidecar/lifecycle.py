@@ -109,6 +109,7 @@ class Save:
             reason=self.reason,
             time=now,
             saved_ms=self.manifest.time_ms,
+            handed_over=self.published,
             step=self.manifest.step,
             kind=self.manifest.kind,
             bytes_total=self.bytes_total,

@@ -78,7 +78,8 @@ METRICS: tuple[Described, ...] = (
         "gauge",
         "Training that would be lost if the pod died now, from the newest durable save to now.",
         "Swings between the save interval and twice that. Above: saves do not become durable,"
-        " or none are made.",
+        " or none are made. A save counts from its hand-over on this node at the latest, should the"
+        " clock of the node that named its time be ahead.",
         lambda view, _: view.exposure_seconds,
     ),
     Described(

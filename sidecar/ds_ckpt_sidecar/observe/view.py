@@ -39,7 +39,8 @@ class SaveView:
     """One save.
 
     Attributes:
-        saved: seconds since the epoch, by the trainer's clock; 0 of a file that is no manifest.
+        saved: seconds since the epoch, and not after its hand-over here: the clock of the node
+            that named the time may be ahead; 0 of a file that is no manifest.
         age_seconds: since then.
         durable_seconds: from then to the commit; None if it is not durable, or nobody noted when.
         bytes_done: of ``bytes_total`` that this node uploads; shards alike.
@@ -221,7 +222,7 @@ def without_secrets(url: str) -> str:
 
 
 def _save(save: SaveStatus, said: SidecarStatus, now: float) -> SaveView:
-    saved = save.saved_ms / 1000
+    saved = min(save.saved_ms / 1000, save.handed_over or float("inf"))
     done = min(save.bytes_done, save.bytes_total)
     rate = said.rate if save.state == "uploading" else 0.0
     waits = bool(save.waiting_for) and save.state in OPEN
@@ -286,16 +287,19 @@ def _newest(
 ) -> Newest | None:
     """Of what the agent says of the store, which may hold what this volume has never seen.
 
+    Its time is that of this volume's own save, if it is there: see :class:`SaveView`.
     An agent that has not reached the store knows nothing of it; then what was durable here counts.
     """
     known = [(save.saved, save.tag, save.save_id, save.step) for save in saves if save.durable]
     if restored is not None:
         known.append((restored.time_ms / 1000, restored.tag, restored.save_id, restored.step))
     if said.newest_committed_save:
-        steps = {save_id: step for _, _, save_id, step in known}
         save_id, step = said.newest_committed_save, said.newest_committed_step
+        steps = {each_id: each_step for _, _, each_id, each_step in known}
         step = steps.get(save_id) if step is None else step
-        found = (said.newest_committed_ms / 1000, said.newest_committed_tag, save_id, step)
+        own = [save.saved for save in saves if save.save_id == save_id and save.saved]
+        at = min([said.newest_committed_ms / 1000, *own])
+        found = (at, said.newest_committed_tag, save_id, step)
     elif known and (said.unready or said.state not in ("running", "draining")):
         found = max(known, key=lambda each: each[0])
     else:
@@ -320,7 +324,7 @@ def _exposure(
         silent = now - trainer.time
         until = now if silent < FRESH_SECONDS else trainer.time
         step = trainer.step
-    since = _beginning(saves, newest, trainer)
+    since = _beginning(saves, newest, trainer, now)
     if since is None:
         return 0.0, None
     seconds = max(0.0, until - since)
@@ -331,12 +335,20 @@ def _exposure(
 
 
 def _beginning(
-    saves: Sequence[SaveView], newest: Newest | None, trainer: TrainerStatus | None
+    saves: Sequence[SaveView], newest: Newest | None, trainer: TrainerStatus | None, now: float
 ) -> float | None:
-    """When that began which would be lost; None if nobody knows of any training."""
+    """When that began which would be lost; None if nobody knows of any training.
+
+    A time that is still to come is of a clock that is ahead, and of a save that this volume has
+    not seen: then what was handed over here before it bounds the loss, or the attempt's beginning.
+    """
     started = trainer.started if trainer is not None and not trainer.finished else None
     if newest is not None:
-        return newest.saved if started is None else max(newest.saved, started)
+        since = newest.saved
+        if since > now:
+            here = [save.saved for save in saves if save.saved and save.save_id < newest.save_id]
+            since = max(here, default=since if started is None else started)
+        return since if started is None else max(since, started)
     if trainer is not None and trainer.started is not None:
         return trainer.started
     return min((save.saved for save in saves if save.saved), default=None)

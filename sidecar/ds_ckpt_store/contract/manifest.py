@@ -290,7 +290,9 @@ class TrainerStatus(Document):
 class SaveStatus(Document):
     """``status/<save_id>.json``: sidecar to trainer, where one save stands.
 
-    ``saved_ms`` is when it was saved, by the trainer's clock, and 0 for what is no manifest;
+    ``saved_ms`` is when it was saved, by the clock of the first rank's node, and 0 for what is no
+    manifest; ``handed_over`` when this node's manifest was written, by this node's, and 0 if that
+    is not known;
     ``time``, ``waiting_since`` and ``durable_since`` are seconds since the epoch by the sidecar's,
     the last two 0 while it is neither; ``shards`` count files that this node uploads.
     """
@@ -301,6 +303,7 @@ class SaveStatus(Document):
     reason: str = ""
     time: float
     saved_ms: TimeMs = 0
+    handed_over: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     step: int | None = None
     kind: str = ""
     bytes_total: int = 0

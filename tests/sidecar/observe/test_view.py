@@ -113,8 +113,35 @@ def test_steps_that_nobody_knows_are_not_made_up() -> None:
 
 def test_a_clock_behind_exposes_nothing_negative() -> None:
     ahead = {**COMMITTED, "newest_committed_ms": int((NOW + 50) * 1000)}
-    view = look(sidecar(**ahead), trainer(step=1), [save(9, "uploading", NOW + 60)], NOW)
-    assert (view.exposure_seconds, view.exposure_steps, view.lag_seconds) == (0.0, 0, 0.0)
+    view = look(sidecar(**ahead), None, [save(9, "uploading", NOW + 60)], NOW)
+    assert (view.exposure_seconds, view.lag_seconds) == (0.0, 0.0)
+    assert look(sidecar(**ahead), trainer(step=1), [], NOW).exposure_steps == 0
+
+
+@pytest.mark.parametrize("ahead", [0.0, 100.0, 1_000.0, 5_000.0, 1e6])
+def test_a_save_counts_from_its_hand_over_here_however_far_the_others_clock_is_ahead(
+    ahead: float,
+) -> None:
+    """The first rank's node names the time of a save, and any node may commit it."""
+    durable = save(400, "committed", 9_000 + ahead, handed_over=9_010.0)
+    waits = save(401, "uploading", 9_500 + ahead, handed_over=9_505.0)
+    said = sidecar(**COMMITTED | {"newest_committed_ms": int((9_000 + ahead) * 1000)})
+    view = look(said, trainer(), [durable, waits], NOW)
+    assert view.exposure_seconds == pytest.approx(1_000, abs=10)
+    assert view.lag_seconds == pytest.approx(500, abs=5)
+    assert view.newest is not None
+    assert view.newest.age_seconds == view.exposure_seconds
+    over = look(said, trainer(finished=True), [durable, waits], NOW)
+    assert over.exposure_seconds == pytest.approx(500, abs=10)
+
+
+def test_a_clock_ahead_and_a_save_that_was_never_here() -> None:
+    said = sidecar(**COMMITTED | {"newest_committed_ms": int((NOW + 500) * 1000)})
+    before = save(399, "cleaned", 8_000 + 5_000, handed_over=8_000.0)
+    after = save(401, "uploading", 9_900 + 5_000, handed_over=9_900.0)
+    assert look(said, trainer(), [before, after], NOW).exposure_seconds == 2_000
+    assert look(said, trainer(started=9_000.0), [before, after], NOW).exposure_seconds == 1_000
+    assert look(said, trainer(), [], NOW).exposure_seconds == 6_000
 
 
 def test_the_interval_is_the_median_of_the_last_saves() -> None:
