@@ -45,7 +45,9 @@ BACKLOG = one("backlog_bytes")
 FREE = one("volume_free_bytes")
 TO_FULL = f"{FREE} / (-deriv({FREE}[30m]) > 0)"
 TO_DRAIN = f"{BACKLOG} / (rate({one('uploaded_bytes_total')}[15m]) > 0)"
-BEST = f"max_over_time(sum(rate({one('sent_bytes_total')}[5m]))[1d:1m])"
+SENT = f"sum(rate({one('sent_bytes_total')}[5m]))"
+BEST = f"max_over_time({SENT}[1d:1m])"
+"""At whole minutes: what is sent now may be more, and is the best then."""
 
 
 def lost() -> list[Any]:
@@ -334,12 +336,12 @@ def throughput() -> list[Any]:
         lines(
             Text(
                 "Network in use",
-                "What is sent now, as a share of the best 5 minutes of the last day.",
+                "What was sent in 5 minutes, as a share of the best 5 minutes of the last day.",
                 "low with a backlog: something else holds uploads up; high and late: the network "
                 "is too slow for these saves.",
             ),
             "percentunit",
-            [Query(f"sum({rate('sent_bytes_total')}) / ({BEST} > 0)", "of the best")],
+            [Query(f"clamp_max({SENT} / ({BEST} > 0), 1)", "of the best")],
         ),
         lines(
             Text(

@@ -121,6 +121,31 @@ def test_panels_lie_beside_each_other() -> None:
         assert beside or above
 
 
+def test_no_more_of_the_network_is_in_use_than_there_is(tmp_path) -> None:
+    """In a run that has just begun, one that grows faster, and one that is restarted."""
+    (panel,) = [each for each in SHOWN if each["title"] == "Network in use"]
+    (target,) = panel["targets"]
+    share = Scope(DASHBOARD, seconds=300, scrape=1).substitute(target["expr"])
+    series = "0x10 1+1x40 50+9x40 600+100x40 0+900x40"
+    asked = [
+        {
+            "expr": f"({share}) > bool 1",
+            "eval_time": f"{second}s",
+            "exp_samples": [{"labels": "{}", "value": 0}],
+        }
+        for second in range(80, 840, 7)
+    ]
+    test = {
+        "interval": "5s",
+        "input_series": [{"series": 'ds_ckpt_sent_bytes_total{run="r"}', "values": series}],
+        "promql_expr_test": asked,
+    }
+    file = tmp_path / "test.yaml"
+    file.write_text(json.dumps({"evaluation_interval": "5s", "tests": [test]}))
+    ran = subprocess.run([BIN / "promtool", "test", "rules", file], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
 def test_prometheus_understands_every_expression(tmp_path) -> None:
     scope = Scope(DASHBOARD, seconds=3600, scrape=15)
     rules = [
