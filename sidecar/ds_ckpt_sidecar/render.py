@@ -222,9 +222,7 @@ def _saves(saves: list[dict[str, Any]]) -> Table:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """As it is, but for what a terminal would obey or cannot show."""
-    plain = text.encode(errors="replace").decode()
-    return Text("".join(c if c.isprintable() else "?" for c in plain), style=style)
+    return Text(web.legible(text), style=style)
 
 
 def show(table: Table) -> None:

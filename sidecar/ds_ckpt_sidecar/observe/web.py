@@ -98,6 +98,15 @@ def span(seconds: float | None) -> str:
     return " ".join(part for part in parts[:2] if len(parts) == 1 or part[:2] != "0 ")
 
 
+def legible(text: str) -> str:
+    """As it is, but for what a terminal or a browser would obey, or cannot show.
+
+    Control characters, and those that turn the direction of all that follows, become ``?``.
+    """
+    plain = text.encode(errors="replace").decode()
+    return "".join(c if c.isprintable() else "?" for c in plain)
+
+
 def moment(seconds: float) -> str:
     """A time for people: UTC, whole seconds."""
     try:
@@ -112,7 +121,7 @@ def page(view: View) -> str:
     rest = Counter(save.state for save in view.saves[MOST_SAVES:])
     shown = dataclasses.replace(view, saves=view.saves[:MOST_SAVES])
     return _template().render(
-        view=document(shown),
+        view=_legible(document(shown)),
         headline=headline(view),
         level=_level(view),
         rest=rest.most_common(),
@@ -139,6 +148,15 @@ def _template() -> Template:
     environment.filters.update(span=span, moment=moment)
     source = resources.files(__package__).joinpath("status.html").read_text(encoding="utf-8")
     return environment.from_string(source)
+
+
+def _legible(value: Any) -> Any:
+    """All texts of a document, each in one line."""
+    if isinstance(value, dict):
+        return {key: _legible(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_legible(item) for item in value]
+    return legible(" ".join(value.splitlines())) if isinstance(value, str) else value
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -100,6 +100,29 @@ def test_a_hostile_tag_is_text(tag: str) -> None:
     assert values["saves"][0]["tag"] == tag  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    "sign", [*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069", "\x07"]
+)
+def test_a_name_turns_nothing_round_on_the_page(sign: str) -> None:
+    """No sign of direction is in any of its texts; people are to see that something was there."""
+    name = f"a{sign}b\nc"
+    said = agent().model_copy(
+        update=dict.fromkeys(
+            (
+                *("run_id", "node", "unready", "last_error", "version"),
+                *("newest_committed_save", "newest_committed_tag"),
+            ),
+            name,
+        )
+    )
+    at_work = save(1).model_copy(update={"tag": name, "reason": name, "waiting_for": [name]})
+    view = look(said, trainer().model_copy(update={"error": name}), [at_work], NOW)
+    html, values = shown(view)
+    assert sign not in html
+    assert html.count("a?b c") == 10
+    assert values["error"] == name
+
+
 def test_many_saves_are_counted_by_state_and_all_stand_in_the_json() -> None:
     saves = [save(n, "committed" if n % 2 else "superseded") for n in range(10_000)]
     html, values = shown(look(agent(), None, saves, NOW))
