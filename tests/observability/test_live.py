@@ -179,7 +179,7 @@ def test_an_alert_says_of_which_run_and_what_to_do(story: Story, event: str, ale
     """Through agent, Prometheus and Alertmanager to whoever is to be woken."""
     told = story.lab.receiver.heard(alert, "firing", story.events[event][0])[0]
     assert told.labels["namespace"] == NAMESPACE
-    assert alert == "DsCkptAgentDown" or told.labels["run"] == RUN
+    assert alert in ("DsCkptAgentDown", "DsCkptAgentRestarting") or told.labels["run"] == RUN
     assert "{{" not in str(told.annotations)
     assert told.annotations["summary"]
     assert told.annotations["runbook_url"].endswith(f"#{alert.lower()}")

@@ -228,6 +228,17 @@ def disk_fills(lab: Lab) -> None:
     lab.save_every(SAVE_SECONDS)
 
 
+def agent_crashes_again_and_again(lab: Lab) -> None:
+    """Something ends an agent whenever it has begun."""
+    node = lab.nodes[0]
+    started = f'ds_ckpt_process_start_time_seconds{{pod="{node.name}"}}'
+    for _ in range(4):
+        (before,) = lab.prometheus.now(started)
+        node.agent.kill()
+        node.agent.start()
+        lab.until(f"{started} > {before}", PATIENCE, "the next start")
+
+
 def node_is_missing(lab: Lab) -> None:
     """One node's agent is gone, so saves of the other wait for its part."""
     lab.nodes[1].agent.kill()
@@ -273,6 +284,7 @@ EVENTS: tuple[Event, ...] = (
     store_is_back,
     file_is_held,
     disk_fills,
+    agent_crashes_again_and_again,
     node_is_missing,
     volume_is_replaced,
     training_ends,
@@ -292,6 +304,7 @@ ALERTS = {
         "DsCkptAgentSilent",
     ),
     "store_is_back": ("DsCkptSaveLost",),
+    "agent_crashes_again_and_again": ("DsCkptAgentRestarting",),
     "node_is_missing": ("DsCkptNodeMissing", "DsCkptAgentDown"),
 }
 
