@@ -5,9 +5,10 @@ Those that only read a store are in :mod:`ds_ckpt_sidecar.reading`, gc in ``coll
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import typer
 
 from ds_ckpt_sidecar import __version__, collecting, doctoring, reading, render
 from ds_ckpt_sidecar.console import URLS, AsJson, Bandwidth, StallSeconds, app, errors, keep_apart
+from ds_ckpt_sidecar.lifecycle import Save
 from ds_ckpt_sidecar.limits import describe_rate
 from ds_ckpt_sidecar.observe.view import View, look
 from ds_ckpt_sidecar.observe.web import document, presentable
@@ -279,7 +281,8 @@ Said = tuple[SidecarStatus | None, TrainerStatus | None, list[SaveStatus]]
 
 def _said(place: Volume) -> Said:
     sidecar, trainer = _if_readable(place.sidecar_status), _if_readable(place.trainer_status)
-    return sidecar, trainer, list(_save_statuses(place))
+    saves = {save.save_id: save for save in _save_statuses(place)}
+    return sidecar, trainer, [*saves.values(), *_handed_over(place, saves)]
 
 
 def _view(place: Volume, said: Said | None = None) -> View:
@@ -348,6 +351,21 @@ def _save_statuses(volume: Volume) -> Iterator[SaveStatus]:
             found = _if_readable(partial(volume.save_status, name[: -len(".json")]))
             if found is not None:
                 yield found
+
+
+def _handed_over(volume: Volume, known: Collection[str]) -> Iterator[SaveStatus]:
+    """What lies in the outbox and no agent has spoken of, as one that has just found it would."""
+    for name in volume.manifests():
+        if name.split(".")[0] in known:
+            continue
+        manifest, written = None, None
+        with contextlib.suppress(OSError):  # it is gone: an agent has dealt with it
+            manifest = _if_readable(partial(volume.manifest, name))
+            written = volume.fs.stat(f"{volume.outbox}/{name}")
+        if manifest is not None and written is not None:
+            reason = "handed over, and no agent has looked at it yet"
+            save = Save(manifest, name, written.mtime_ns / 1e9, reason=reason)
+            yield save.status(SystemClock().time())
 
 
 @app.command()

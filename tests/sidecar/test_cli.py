@@ -14,7 +14,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from ds_ckpt_sidecar.commands import app
-from ds_ckpt_store.contract.manifest import TransferLimits
+from ds_ckpt_store.contract.clock import SystemClock
+from ds_ckpt_store.contract.manifest import SaveStatus, SidecarStatus, TransferLimits
 from ds_ckpt_store.contract.volume import Volume
 from tests.sidecar.handoff import Trainer
 from tests.sidecar.world import contents
@@ -267,6 +268,33 @@ def test_status_shows_sidecar_trainer_and_saves(filled: Filled) -> None:
     assert "step3" in text
     assert "run 'run'" in text
     assert run("status", DS_CKPT_VOLUME=volume).exit_code == 0
+
+
+def test_what_was_handed_over_since_the_agent_died_is_counted_as_waiting(trainer: Trainer) -> None:
+    """Its manifests lie in the outbox, and no status speaks of them."""
+    now = SystemClock().time()
+    trainer.volume.write_sidecar_status(
+        SidecarStatus(time=now - 5_000, pid=1, version="9", state="running", run_id="run")
+    )
+    told = trainer.save("told", {"x": 30})
+    trainer.volume.write_save_status(
+        SaveStatus(save_id=told.save_id, tag="told", state="committed", time=now)
+    )
+    for tag in ("late", "later"):
+        trainer.save(tag, {"x": 10, "y": 20})
+    Path(trainer.volume.outbox, "rubbish.json").write_text("{")
+    view = as_json("status", "--volume", trainer.volume.path)["view"]
+    waiting = [save for save in view["saves"] if save["open"]]
+    assert [(save["tag"], save["state"]) for save in waiting] == [
+        ("later", "discovered"),
+        ("late", "discovered"),
+    ]
+    assert (view["backlog_saves"], view["backlog_shards"]) == (2, 4)
+    assert view["backlog_bytes"] == sum(save["bytes_total"] for save in waiting) > 0
+    assert view["lag_seconds"] == max(save["age_seconds"] for save in waiting) > 0
+    text = run("status", "--volume", trainer.volume.path).stdout
+    assert "no agent has looked at it yet" in text
+    assert "told" in text
 
 
 def test_status_of_a_volume_that_nobody_used(tmp_path: Path) -> None:
