@@ -213,12 +213,19 @@ def _saves(saves: list[dict[str, Any]]) -> Table:
         table.add_row(
             _text(save["tag"]),
             save["state"],
-            f"{100 * save['share']:.0f} %" if save["bytes_total"] else "",
+            _done(save),
             "" if left is None else web.span(left),
             web.span(save["age_seconds"]),
             _text(save["reason"] or (f"waiting for nodes {nodes}" if nodes else "")),
         )
     return table
+
+
+def _done(save: dict[str, Any]) -> str:
+    """Bytes count by the request, so of small files only how many are stored tells anything."""
+    share = f"{100 * save['share']:.0f} %" if save["bytes_total"] else ""
+    files = f", {save['shards_done']} of {save['shards_total']} files"
+    return share + (files if share and save["open"] and save["shards_total"] else "")
 
 
 def _text(text: str, style: str = "") -> Text:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
+from ds_ckpt_sidecar import render
 from ds_ckpt_sidecar.observe.view import View, look
 from ds_ckpt_sidecar.observe.web import MOST_LISTED, MOST_SAVES, Web, document, headline, page, span
 from ds_ckpt_store.contract.manifest import SaveState, SaveStatus, SidecarStatus, TrainerStatus
@@ -121,6 +124,20 @@ def test_a_name_turns_nothing_round_on_the_page(sign: str) -> None:
     assert sign not in html
     assert html.count("a?b c") == 10
     assert values["error"] == name
+
+
+def test_of_files_that_go_in_one_request_each_it_is_told_how_many_are_stored() -> None:
+    """Bytes count once a request has ended, so one large part under way is 0 %."""
+    under_way = save(1, bytes_done=0, shards_total=8, shards_done=3)
+    for view in (
+        look(agent(), None, [under_way], NOW),
+        look(agent(), None, [under_way, save(2, shards_total=0)], NOW),
+    ):
+        out = io.StringIO()
+        Console(file=out, width=200).print(render.status(view))
+        for text in (" ".join(shown(view)[0].split()), out.getvalue()):
+            assert "3 of 8 files" in text
+            assert "of 0 files" not in text
 
 
 def test_many_saves_are_counted_by_state_and_all_stand_in_the_json() -> None:
