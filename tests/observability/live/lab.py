@@ -90,7 +90,7 @@ class Node:
                 *("--volume", str(disk.path), "--destination", URL, "--run-id", RUN),
                 *("--rescan-seconds", "0.5", "--part-mib", "5", "--streams", "4"),
                 *("--keep-last", str(KEEP_LAST), "--retention-pause", "1"),
-                *("--abandon-seconds", "5", "--drain-seconds", "5", "--stall-seconds", "5"),
+                *("--abandon-seconds", "5", "--drain-seconds", "5", "--stall-seconds", "12"),
                 *("--listen", f"{HOST}:{self.port}", "--log-format", "json"),
             ],
             environ,

@@ -198,6 +198,13 @@ def store_is_back(lab: Lab) -> None:
     lab.save_every(SAVE_SECONDS)
 
 
+def requests_hang(lab: Lab) -> None:
+    """The store takes requests of the agents' main loops, and answers none of them."""
+    began = time.time()
+    with fault(lab, Fault(r"^(GET|PUT|HEAD) .*\.ds_ckpt", "stall", times=None)):
+        await_alerts(lab, "firing", ALERTS["requests_hang"], since=began)
+
+
 def file_is_held(lab: Lab) -> None:
     """Somebody else has a name for a shard that the agent removes, so its room is not freed."""
     node = lab.nodes[0]
@@ -282,6 +289,7 @@ EVENTS: tuple[Event, ...] = (
     rights_are_missing,
     store_stops,
     store_is_back,
+    requests_hang,
     file_is_held,
     disk_fills,
     agent_crashes_again_and_again,
@@ -301,8 +309,8 @@ ALERTS = {
         "DsCkptUploadLag",
         "DsCkptExposure",
         "DsCkptVolumeFilling",
-        "DsCkptAgentSilent",
     ),
+    "requests_hang": ("DsCkptAgentSilent",),
     "store_is_back": ("DsCkptSaveLost",),
     "agent_crashes_again_and_again": ("DsCkptAgentRestarting",),
     "node_is_missing": ("DsCkptNodeMissing", "DsCkptAgentDown"),
