@@ -204,6 +204,10 @@ class Agent:
         """Whether it was asked to."""
         return self._ending.stopping
 
+    def seconds_to_exit(self, most: float) -> float:
+        """Seconds that its last reports may take: ``most``, or what is left of a drain."""
+        return self._ending.seconds_to_exit(most)
+
     def notice(self) -> str:
         """Tell it that the pod is going to end; it answers nothing."""
         self._ending.notice()
@@ -732,6 +736,7 @@ class Agent:
 
     def _wait(self, seconds: float) -> bool:
         """Wait for the outbox, a signal, a notice, or the time; returns whether to stop."""
+        seconds = min(seconds, max(0.0, self._ending.seconds_to_over()))
         self._health.beat(seconds)
         while seconds > 0 and not self._wake.wait(min(seconds, SEEN_SECONDS)):
             seconds -= SEEN_SECONDS

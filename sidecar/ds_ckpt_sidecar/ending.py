@@ -12,6 +12,7 @@ The first two may be called from any thread; they set a number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -23,6 +24,13 @@ from ds_ckpt_store.errors import PausedError
 NOTICE_SECONDS = 600.0
 FLOOR_SECONDS = 2.0
 """What the kubelet leaves a sidecar at least after SIGTERM."""
+
+END_SECONDS = 0.5
+"""What an agent needs from the last look at the time to the end of its process, at most.
+
+A look comes every quarter of a second while requests run; then the last status, the log, the
+journal, reports to the cluster.
+"""
 
 _LEAST_SECONDS = 0.1
 
@@ -36,7 +44,8 @@ Or its last word is. A trainer that takes longer to start must beat before: it d
 ``agree_on_resume`` or its first save on.
 """
 
-NAP_SECONDS = 1.0
+NAP_SECONDS = 0.25
+HURRIED_SECONDS = 1.0
 OVER = "the time for draining is over"
 
 Verdict = Literal["", "finished", "gone"]
@@ -47,12 +56,14 @@ class Ending:
 
     Args:
         clock: time.
-        drain_seconds: from the signal to the end.
+        drain_seconds: from the signal to the end of the process. The last of them, at most
+            :data:`END_SECONDS`, are for that end.
     """
 
     def __init__(self, clock: Clock, drain_seconds: float) -> None:
         self._clock = clock
-        self._drain_seconds = drain_seconds
+        self._process_seconds = drain_seconds
+        self._drain_seconds = max(drain_seconds - END_SECONDS, drain_seconds / 2)
         self._stopped_at: float | None = None
         self._noticed_at: float | None = None
 
@@ -88,8 +99,13 @@ class Ending:
     @property
     def over(self) -> bool:
         """The time for draining is over."""
-        stopped = self._stopped_at
-        return stopped is not None and self._clock.monotonic() - stopped >= self._drain_seconds
+        return self.seconds_to_over() <= 0
+
+    def seconds_to_over(self) -> float:
+        """Until :attr:`over`; without end before the signal."""
+        if self._stopped_at is None:
+            return math.inf
+        return self._stopped_at + self._drain_seconds - self._clock.monotonic()
 
     def seconds_left(self) -> float:
         """In which what is begun now must be done: a plan, not the end of all tries."""
@@ -99,9 +115,15 @@ class Ending:
         now = self._clock.monotonic()
         left = (began[0] if self.noticed else began[-1]) + self._drain_seconds - now
         end = FLOOR_SECONDS
-        if self._stopped_at is not None:
-            end = min(end, self._stopped_at + self._drain_seconds - now)
+        end = min(end, self.seconds_to_over())
         return max(left, end, _LEAST_SECONDS)
+
+    def seconds_to_exit(self, most: float) -> float:
+        """For what comes last: at most so many, and hardly any if the process should be gone."""
+        if self._stopped_at is None:
+            return most
+        left = self._stopped_at + self._process_seconds - self._clock.monotonic()
+        return max(_LEAST_SECONDS, min(left - _LEAST_SECONDS, most))
 
 
 class Impatient:
@@ -112,7 +134,7 @@ class Impatient:
 
     Args:
         clock: time.
-        hurried: whether there is little time; asked once a second.
+        hurried: whether there is little time; asked four times a second.
         over: whether there is none.
         awake: called once a second; must not raise.
     """
@@ -143,13 +165,13 @@ class Impatient:
         Raises:
             PausedError: there is no time to do it again.
         """
-        end = self._clock.monotonic() + seconds
-        while (left := end - self._clock.monotonic()) > 0:
+        began = self._clock.monotonic()
+        while (left := began + seconds - self._clock.monotonic()) > 0:
             self._clock.sleep(min(left, NAP_SECONDS))
             self._awake()
             if self._over():
                 raise PausedError(OVER)
-            if self._hurried():
+            if self._hurried() and self._clock.monotonic() - began >= HURRIED_SECONDS:
                 return
 
 

@@ -54,7 +54,7 @@ def run_agent(settings: AgentSettings, *, once: bool) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_signals_held())
         with explained(settings.termination_log):
-            reports = stack.enter_context(_reports(settings, log))
+            reports = _reports(settings, log)
             agent = Agent(
                 settings,
                 store=open_store(settings.destination, stall_seconds=settings.stall_seconds),
@@ -64,6 +64,8 @@ def run_agent(settings: AgentSettings, *, once: bool) -> int:
                 reports=reports,
                 examiner=Examiner(settings, volume, log),
             )
+            if reports is not None:
+                stack.callback(lambda: reports.close(agent.seconds_to_exit(REPORT_SECONDS)))
             _share_memory()
             _stop_on_signal(agent, settings.drain_seconds, reports)
             if settings.listen:
@@ -104,18 +106,12 @@ def explained(termination_log: str | None) -> Iterator[None]:
         raise
 
 
-@contextlib.contextmanager
-def _reports(settings: AgentSettings, log: Log) -> Iterator[ClosableReports | None]:
+def _reports(settings: AgentSettings, log: Log) -> ClosableReports | None:
     if not settings.kubernetes:
-        yield None
-        return
+        return None
     from ds_ckpt_sidecar.observe.kubernetes import PodReporter
 
-    reports = PodReporter.in_cluster(log)
-    try:
-        yield reports
-    finally:
-        reports.close(REPORT_SECONDS)
+    return PodReporter.in_cluster(log)
 
 
 class Examiner:

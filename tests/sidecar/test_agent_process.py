@@ -52,6 +52,25 @@ def test_it_works_until_sigterm_and_then_says_that_all_is_done(
     assert (sidecar.state, sidecar.backlog_saves) == ("stopped", 0)
 
 
+LATE = """
+import atexit
+atexit.register(print, "the interpreter is taken apart", flush=True)
+"""
+
+
+def test_it_ends_when_all_is_closed_without_taking_its_interpreter_apart(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    """That takes a quarter of a second, and the kubelet may leave it two."""
+    url = (tmp_path / "store").as_uri()
+    trainer.save("a", {"x": 100})
+    with agent_process(tmp_path / "log", trainer.volume.path, url, program=LATE) as agent:
+        agent.wait_for("save.committed")
+        assert agent.end(signal.SIGTERM) == 0
+        assert len(agent.of("agent.stopped")) == 1
+        assert "taken apart" not in agent.output()
+
+
 def test_sigint_ends_it_too(trainer: Trainer, tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     with agent_process(tmp_path / "log", trainer.volume.path, url) as agent:

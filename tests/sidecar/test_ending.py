@@ -8,6 +8,7 @@ from itertools import count
 import pytest
 
 from ds_ckpt_sidecar.ending import (
+    END_SECONDS,
     FLOOR_SECONDS,
     LIVES_SECONDS,
     NOTICE_SECONDS,
@@ -59,8 +60,28 @@ def test_the_time_is_over_so_long_after_the_first_signal(clock: HandClock) -> No
     ending.stop()
     assert ending.stopping
     assert not ending.over
-    clock.now += 1
+    clock.now += 1 - END_SECONDS
+    assert ending.over, "the end of the process lies within the drain"
+
+
+def test_a_drain_of_next_to_nothing_keeps_half_of_it_for_work(clock: HandClock) -> None:
+    ending = Ending(clock, 0.5)
+    ending.stop()
+    clock.now += 0.2
+    assert not ending.over
+    clock.now += 0.05
     assert ending.over
+
+
+def test_the_last_reports_get_what_is_left_of_the_drain(clock: HandClock) -> None:
+    ending = Ending(clock, 25.0)
+    assert ending.seconds_to_exit(2.0) == 2.0, "nobody waits for the end"
+    ending.stop()
+    assert ending.seconds_to_exit(2.0) == 2.0
+    clock.now += 24.5
+    assert 0.3 < ending.seconds_to_exit(2.0) < 0.5
+    clock.now += 10
+    assert 0 < ending.seconds_to_exit(2.0) < 0.2
 
 
 def test_a_plan_is_made_from_the_notice_on_and_never_for_less_than_the_kubelet_leaves(
@@ -69,9 +90,9 @@ def test_a_plan_is_made_from_the_notice_on_and_never_for_less_than_the_kubelet_l
     ending = Ending(clock, 25.0)
     ending.notice()
     clock.now += 20
-    assert ending.seconds_left() == 5.0
+    assert ending.seconds_left() == 5.0 - END_SECONDS
     ending.stop()
-    assert ending.seconds_left() == 5.0, "the signal adds nothing to the grace"
+    assert ending.seconds_left() == 5.0 - END_SECONDS, "the signal adds nothing to the grace"
     assert not ending.over
     clock.now += 10
     assert ending.seconds_left() == FLOOR_SECONDS
@@ -81,8 +102,8 @@ def test_a_plan_is_made_from_the_notice_on_and_never_for_less_than_the_kubelet_l
 def test_no_plan_is_made_for_more_than_is_left(clock: HandClock) -> None:
     ending = Ending(clock, 2.0)
     ending.stop()
-    clock.now += 1.5
-    assert ending.seconds_left() == 0.5
+    clock.now += 1.0
+    assert ending.seconds_left() == 1.0 - END_SECONDS
     clock.now += 1.5
     assert 0 < ending.seconds_left() < 0.5
 
@@ -93,7 +114,7 @@ def test_a_notice_is_forgotten(clock: HandClock) -> None:
     clock.now += NOTICE_SECONDS
     assert not ending.hurried
     ending.stop()
-    assert ending.seconds_left() == 25.0
+    assert ending.seconds_left() == 25.0 - END_SECONDS
 
 
 def test_a_second_notice_lets_the_time_begin_anew(clock: HandClock) -> None:
@@ -103,7 +124,7 @@ def test_a_second_notice_lets_the_time_begin_anew(clock: HandClock) -> None:
     ending.notice()
     clock.now += 5
     assert ending.noticed
-    assert ending.seconds_left() == 20.0
+    assert ending.seconds_left() == 20.0 - END_SECONDS
 
 
 # ---- whoever waits
