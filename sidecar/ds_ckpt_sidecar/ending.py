@@ -136,7 +136,7 @@ class Impatient:
         clock: time.
         hurried: whether there is little time; asked four times a second.
         over: whether there is none.
-        awake: called once a second; must not raise.
+        awake: called as often; must not raise.
     """
 
     def __init__(
