@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import sys
 import time
@@ -105,6 +106,7 @@ def main() -> None:
         ("dcp.async_save", ways.dcp_async),
     ]
     volume = folder / "volume"
+    order = random.Random(stage)  # the same on all ranks
     for number in range(-1, rounds):  # the first is for the caches
         for way, save in turns:
             volume.mkdir(exist_ok=True)
@@ -128,7 +130,7 @@ def main() -> None:
                     path.unlink()
                 os.sync()
             deepspeed.comm.barrier()
-        turns = turns[1:] + turns[:1]
+        order.shuffle(turns)
     sys.stdout.flush()
     os._exit(0)
 

@@ -23,7 +23,7 @@ from ds_ckpt_store.contract.filesystem import FileStat, Filesystem
 
 logger = logging.getLogger("ds_ckpt_hook")
 
-_PIECE = 1 << 20  # bytes summed and then written, while they are in the processor's cache
+_PIECE = 4 << 20  # bytes summed and then written, while some are in the cache of the processor
 _MOST = 10_000
 _MARK = "_ds_ckpt_seals"
 
