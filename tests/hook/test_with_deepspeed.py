@@ -57,9 +57,9 @@ def is_right(folder: Path, shard: Shard) -> bool:
     return (shard.size, shard.crc32c) == (len(data), digest.to_hex(digest.crc32c(data)))
 
 
-@pytest.fixture(scope="module")
-def one_node(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run("one_node", tmp_path_factory.mktemp("one"))
+@pytest.fixture(scope="module", params=["", "1"], ids=["read", "attached"])
+def one_node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run("one_node", tmp_path_factory.mktemp("one"), ATTACHED=request.param)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 ::
 
+    ds_ckpt_hook.attach(engine)                    # sums while DeepSpeed writes: saves get faster
     tag = ds_ckpt_hook.agree_on_resume(save_dir)   # every rank; None: start from scratch
     if tag is not None:
         engine.load_checkpoint(save_dir, tag)
@@ -23,7 +24,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from ds_ckpt_hook import feedback, resume, saving
+from ds_ckpt_hook import feedback, resume, saving, sealing
 from ds_ckpt_hook.core import Hook
 from ds_ckpt_hook.errors import AgreementError, ExchangeError, HookError, NotPublishedError
 from ds_ckpt_hook.feedback import FinalReport, Save, Standing
@@ -41,6 +42,7 @@ __all__ = [
     "Standing",
     "after_save",
     "agree_on_resume",
+    "attach",
     "configure",
     "finalize",
 ]
@@ -65,6 +67,26 @@ def configure(**overrides: Any) -> None:
         raise SettingsError(f"unknown settings {unknown}; known are {sorted(known)}")
     settings = dataclasses.replace(Settings.from_environ(os.environ), **overrides)
     _process["hook"] = Hook(settings)
+
+
+def attach(engine: Any, *, keep_zip_sums: bool = False) -> bool:
+    """Sum the shards of this engine while they are written. Optional, on each rank for itself.
+
+    The engine's checkpoint engine stays in its place; each ``torch.save`` of it goes through a file
+    of ours. ``after_save`` then reads no shard again, and what is damaged after it was written is
+    found out before it counts as stored.
+
+    Args:
+        engine: the DeepSpeed engine.
+        keep_zip_sums: let torch compute its own sums over the records of its zip files as well.
+            ``torch.load`` does not look at them, ``unzip`` does; without them a save is faster.
+
+    Returns:
+        Whether shards are summed as they are written; False for checkpoint engines other than
+        DeepSpeed's default, which are served as without ``attach``.
+    """
+    hook = _hook()
+    return sealing.attach(engine, hook.seals, hook.fs, keep_zip_sums=keep_zip_sums)
 
 
 def after_save(

@@ -16,6 +16,7 @@ from ds_ckpt_hook import session as sessions
 from ds_ckpt_hook.errors import HookError
 from ds_ckpt_hook.exchange import Exchange, connect
 from ds_ckpt_hook.publishing import Worker
+from ds_ckpt_hook.sealing import Seals
 from ds_ckpt_hook.session import Session
 from ds_ckpt_hook.settings import Place, Settings, locate
 from ds_ckpt_store.contract import access
@@ -82,6 +83,7 @@ class Hook:
 
     def __post_init__(self) -> None:
         self.saves: list[SaveState] = []
+        self.seals = Seals()
         self.unfinished: list[Callable[[], bool]] = []
         self.worker = Worker(self.clock, self.settings.publish_timeout)
         self.sessions: dict[str, Session] = {}

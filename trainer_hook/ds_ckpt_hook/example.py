@@ -23,6 +23,8 @@ def main(argv: list[str] | None = None) -> None:
     deepspeed = import_deepspeed()
     deepspeed.init_distributed("gloo")
     engine = make_engine(deepspeed, args)
+    if not args.no_hook:
+        ds_ckpt_hook.attach(engine)  # hook
     report = Report(args.out)
 
     if args.resume:

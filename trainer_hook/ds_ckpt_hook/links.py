@@ -35,6 +35,7 @@ class Kept:
         target: absolute folder of the protected names.
         protection: how the bytes are kept; ``copy`` while the copy is still to be made.
         state: of the trainer's own file, by which the sidecar later knows it again.
+        crc32c: of the bytes that were written, if they were summed on their way.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Kept:
     target: str
     protection: Protection
     state: FileStat
+    crc32c: int | None = None
 
 
 def weakest(found: list[Protection]) -> Protection:
@@ -98,6 +100,9 @@ def _reflink(fs: Filesystem, source: str, path: str, name: str) -> bool:
 def hash_kept(fs: Filesystem, kept: Kept) -> tuple[Kept, int]:
     """CRC32C of a protected file; makes its copy on the way if it needs one and there is room.
 
+    It is read for that, unless its sum was taken when it was written and its name is a link. What
+    is read and has another sum was damaged since.
+
     Returns:
         What is now kept, and its sum.
 
@@ -114,7 +119,11 @@ def hash_kept(fs: Filesystem, kept: Kept) -> tuple[Kept, int]:
     fd = fs.open_beneath(kept.source if kept.protection == "none" else kept.target, kept.path)
     try:
         before = fs.fstat(fd)
-        value, count = crc32c_of_fd(fd, 0, kept.state.size)
+        known = kept.crc32c if kept.protection in ("hardlink", "reflink") else None
+        if known is None:
+            value, count = crc32c_of_fd(fd, 0, kept.state.size)
+        else:
+            value, count = known, kept.state.size
         after = fs.fstat(fd)
     finally:
         os.close(fd)
@@ -123,6 +132,11 @@ def hash_kept(fs: Filesystem, kept: Kept) -> tuple[Kept, int]:
     unchanged = before.identity == after.identity and after.size == count == kept.state.size
     if not unchanged or (shared and before.identity != kept.state.identity):
         raise _changed(kept)
+    if kept.crc32c not in (None, value):
+        raise ShardChangedError(
+            f"{kept.source}/{kept.path} has CRC32C {value:08x}, and {kept.crc32c:08x} was written: "
+            "it was damaged on the disk, or on its way to it; save again"
+        )
     return kept, value
 
 

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_ckpt_hook import deepspeed_files, engines, links
@@ -176,7 +176,7 @@ def _take(hook: Hook, request: Request, state: SaveState) -> None:
     session.newest_ms = plan.time_ms
     state.save_id = plan.save_id
     if place is not None:  # it is: a rank without a place has said so in its report
-        hook.worker.submit(_protect(session, place, plan, state))
+        hook.worker.submit(_protect(hook, session, place, plan, state))
 
 
 def _look(hook: Hook, session: Session, place: Place | None, request: Request) -> Report:
@@ -229,7 +229,7 @@ def _find(session: Session, place: Place | None, request: Request) -> dict[str, 
     return found
 
 
-def _protect(session: Session, place: Place, plan: Plan, state: SaveState) -> Job:
+def _protect(hook: Hook, session: Session, place: Place, plan: Plan, state: SaveState) -> Job:
     """Link this rank's files; a failure goes into its piece, where its node's leader finds it."""
     fs = session.volume.fs
     gid = session.lets_in
@@ -240,7 +240,8 @@ def _protect(session: Session, place: Place, plan: Plan, state: SaveState) -> Jo
     error = ""
     try:
         for path in plan.work_of(session.node, session.rank):
-            kept.append(links.keep(fs, folder, path, target, gid))
+            each = links.keep(fs, folder, path, target, gid)
+            kept.append(replace(each, crc32c=hook.seals.of(each.state)))
         if gid is not None:
             for parent in sorted({os.path.dirname(f"{folder}/{each.path}") for each in kept}):
                 links.widen(fs, place.volume.path, parent, gid)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
+import ds_ckpt_hook
 from ds_ckpt_hook.example import import_deepspeed, make_engine, train_step
 
 __all__ = ["Reporter", "engine", "leave", "start", "train_step"]
@@ -22,7 +23,10 @@ def start() -> Any:
 
 def engine(deepspeed: Any, stage: int, *, node_local: bool = False) -> Any:
     args = argparse.Namespace(hidden=16, zero_stage=stage, node_local=node_local)
-    return make_engine(deepspeed, args)
+    made = make_engine(deepspeed, args)
+    if os.environ.get("ATTACHED"):
+        assert ds_ckpt_hook.attach(made)
+    return made
 
 
 class Reporter:
