@@ -1,10 +1,10 @@
 """How long a save holds the training thread: DeepSpeed alone, with us, and torch's own ways.
 
-Real DeepSpeed (ZeRO stages 1 and 3, two ranks on the CPU) with about 1 GiB of optimizer shard a rank.
-The ways take turns in one process, on the same engine and the same state, in another order each time,
-and what each wrote is removed, and the disk synced, before the next. No sidecar is needed.
+Real DeepSpeed (ZeRO stages 1 and 3, two ranks on the CPU), about 1 GiB of optimizer shard a rank.
+The ways take turns in one process, on the same engine and the same state, in random order, and what
+each wrote is removed, and the disk synced, before the next. No sidecar is needed.
 
-    python bench/held.py [--gib-per-rank 1.0] [--rounds 5] [--stage 1 --stage 3] [--dir DIR] [--json FILE]
+    python bench/held.py [--gib-per-rank 1.0] [--rounds 5] [--stage 1] [--dir DIR] [--json FILE]
 """
 
 from __future__ import annotations
