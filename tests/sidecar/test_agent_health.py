@@ -117,13 +117,18 @@ def test_in_a_long_upload_it_is_alive(stage: Stage) -> None:
         assert player.why("/healthz") == ""
 
 
-def test_a_store_that_takes_minutes_for_what_has_no_end_in_sight_is_no_hang(stage: Stage) -> None:
+def slow_store_with_eight_records(stage: Stage) -> None:
+    """Until second 30 an agent has stored and ended; each call takes minutes from then on."""
     for number in range(8):
         stage.save(f"t{number}", 10)
     first = stage.agent()
     stage.at(20, first.agent.stop)
     stage.play(30)
     stage.call_seconds = 100.0
+
+
+def test_a_store_that_takes_minutes_for_what_has_no_end_in_sight_is_no_hang(stage: Stage) -> None:
+    slow_store_with_eight_records(stage)
     stage.beat()
     player = stage.agent()  # reads eight records, one after the other
     for step in range(1, 60):
@@ -247,12 +252,7 @@ def test_an_agent_whose_calls_to_the_store_hang_is_heard_of_between_them(
 
 
 def test_one_that_reads_much_from_a_slow_store_is_heard_of_between_two_calls(stage: Stage) -> None:
-    for number in range(8):
-        stage.save(f"t{number}", 10)
-    first = stage.agent()
-    stage.at(20, first.agent.stop)
-    stage.play(30)
-    stage.call_seconds = 100.0
+    slow_store_with_eight_records(stage)
     stage.agent()
     assert longest_silence(stage, 2_000, since=200) <= 100 + 2 * report.HEARTBEAT_SECONDS + 1
 
