@@ -190,6 +190,8 @@ class Agent:
         self._state: AgentState = "starting"
         self._syncer: Syncer | None = None
         self._journal: Journal | None = None
+        self._undecided: Callable[[], list[Found]] = list
+        self._in_the_way = ""  # of all saves
 
     # ---- from other threads
 
@@ -258,6 +260,8 @@ class Agent:
 
     def cut_short(self) -> None:
         """It ends at once, in the middle of something: tell others what is not durable."""
+        for sentence in self._telling.not_durable:
+            self._log.error("save.left", reason=sentence)
         self._telling.ended()
 
     # ---- the process
@@ -304,9 +308,10 @@ class Agent:
             path = self._settings.journal or self._volume.journal
             journal = self._journal = self._open_journal(path, self._warn_journal, self._clock)
             outbox = Outbox(self._volume, node)
-            store = self._connect(once, node, lambda: _undecided(outbox, journal))
+            self._undecided = lambda: _undecided(outbox, journal)
+            store = self._connect(once, node)
             if store is None:
-                return self._unreached(once, _tags(_undecided(outbox, journal)))
+                return self._unreached(once, _tags(self._undecided()))
             if self._examiner is not None and not once:
                 self._examiner.store()
             self._syncer = self._build(store, journal, node)
@@ -336,7 +341,10 @@ class Agent:
                 if lock is None:
                     return None
                 undo.callback(os.close, lock)
+                damaged = self._volume.drop_damaged_identity()
                 node = self._volume.node_id()
+                if damaged:
+                    self._log.warning("volume.identity_renewed", node=node, reason=damaged)
             except PermissionError as error:
                 raise SettingsError(
                     f"{error.filename}: {error.strerror}: the agent runs as uid {os.geteuid()}; "
@@ -416,9 +424,9 @@ class Agent:
         except OSError as error:
             self._log.error("volume.not_cleared_up", error=str(error))
 
-    def _connect(self, once: bool, node: str, undecided: Callable[[], list[Found]]) -> Store | None:
+    def _connect(self, once: bool, node: str) -> Store | None:
         """Learn what the store really does, until it answers; None if it should exit instead."""
-        tries = 0
+        tries, undecided = 0, self._undecided
         self._tell_unreached("the store has not answered yet", undecided())
         self._beat("starting", now=True)
         # This loop is patient and says what is wrong; calls within it are to fail soon.
@@ -550,6 +558,7 @@ class Agent:
             self._refused = self._refused or isinstance(error, OwnershipError)
             self._report(error)
             trouble = str(error)
+        self._in_the_way = "" if passed else trouble
         self._health.unready = trouble
         self._beat("refused" if self._refused else self._state, now=True)
         self._tell(syncer)
@@ -557,7 +566,7 @@ class Agent:
 
     def _tell(self, syncer: Syncer) -> None:
         """Say what is durable; and to the cluster what is not, while there is time for it."""
-        self._telling.refresh(syncer)
+        self._telling.refresh(syncer, self._in_the_way)
         if self._ending.stopping and self._ending.seconds_left() <= LAST_SECONDS:
             self._telling.ending()
 
@@ -649,7 +658,7 @@ class Agent:
         if self._state == "draining":
             return
         self._state = "draining"
-        saves = self._syncer.unfinished() if self._syncer is not None else []
+        saves = self._undecided() if self._syncer is None else self._syncer.unfinished()
         self._log.info("agent.draining", saves=len(saves), seconds=self._settings.drain_seconds)
 
     def _is_hurried(self) -> bool:
@@ -727,7 +736,7 @@ class Agent:
                 "finished",
             )
         self._beat("refused" if self._refused else "stopped", now=True)
-        self._telling.refresh(syncer)
+        self._telling.refresh(syncer, self._in_the_way)
         self._telling.ended()
         self._log.info("agent.stopped", left=len(left))
         return 1 if left or troubles or gone or self._refused else 0

@@ -174,12 +174,14 @@ class Lifecycle:
     def enter(self, save: Save, state: SaveState, reason: str = "") -> None:
         """Put a save into a state: journal, status file and log line."""
         changed = save.state != state or reason not in ("", save.reason)
+        again = state == "committed" and save.told and not reason  # said by an earlier start
         save.state, save.reason = state, reason
         self._journal.set_state(save.save_id, state, reason)
         self.report(save)
         if changed:
             say = self._log.info if state in _AS_HOPED else self._log.warning
-            say(f"save.{state}", **self.facts(save), **({"reason": reason} if reason else {}))
+            event = "save.found_committed" if again else f"save.{state}"
+            say(event, **self.facts(save), **({"reason": reason} if reason else {}))
             if state in ENDS and not save.told:
                 self._tally.ended(state)
 

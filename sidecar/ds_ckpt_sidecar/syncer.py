@@ -145,9 +145,12 @@ class Syncer:
 
     def troubles(self) -> list[str]:
         """One sentence for each save that is not, and will not become, a checkpoint by itself."""
-        resting = [save for save in self._saves.values() if save.state in RESTING]
-        bad = [f"{name}: {reason}" for name, reason in self._bad.items()]
-        return [*(_sentence(save) for save in (*self._lost.values(), *resting)), *bad]
+        return [*(_sentence(save) for save in self._lost.values()), *self.refused()]
+
+    def refused(self) -> list[str]:
+        """One sentence for each save or file of the outbox that rests until a person mends it."""
+        resting = [_sentence(save) for save in self._saves.values() if save.state in RESTING]
+        return [*resting, *(f"{_legible(name)}: {reason}" for name, reason in self._bad.items())]
 
     def newest_committed(self) -> tuple[int, str, str] | None:
         """Time in ms, tag and id of the newest checkpoint of the run; empty ones: there is none.
@@ -156,26 +159,24 @@ class Syncer:
         """
         return self._newest_committed if self._looked_up else None
 
-    def not_durable(self) -> list[str]:
-        """One line for each save of this volume that is no checkpoint, the newest first."""
+    def not_durable(self, trouble: str = "") -> list[str]:
+        """One line for each save of this volume that is no checkpoint, the newest first.
+
+        Args:
+            trouble: what is in the way of all of them, if something is.
+        """
         saves = {**self._saves, **self._lost}
         lines = [
-            f"{save.manifest.tag}: {save.state}, {_why(save)}{self._outdated(save)}"
+            f"{save.manifest.tag}: {save.state}, {_why(save, trouble)}{self._outdated(save)}"
             for _, save in sorted(saves.items(), reverse=True)
             if save.state not in ("committed", "cleaned")
         ]
-        return [*lines, *(f"{name}: not taken, {reason}" for name, reason in self._bad.items())]
+        bad = self._bad.items()
+        return [*lines, *(f"{_legible(name)}: not taken, {reason}" for name, reason in bad)]
 
     def _outdated(self, save: Save) -> str:
         is_old = save.manifest.time_ms < self._newest_committed[0]
         return "; a newer checkpoint is durable" if is_old else ""
-
-    def refused(self) -> dict[str, str]:
-        """Files of the outbox that are not taken, each with the reason."""
-        return {
-            name.encode(errors="backslashreplace").decode(): reason
-            for name, reason in self._bad.items()
-        }
 
     def failures(self) -> int:
         """How often in a row the save that fares worst has failed."""
@@ -704,13 +705,17 @@ def _status_id(name: str) -> str:
     return save_id if names.is_save_id(save_id) else "unnamed"
 
 
-def _why(save: Save) -> str:
-    if save.reason:
-        return save.reason
+def _why(save: Save, trouble: str) -> str:
+    if save.reason or trouble:
+        return save.reason or trouble
     if save.waiting_for:
         return f"stored here, and not yet by nodes {', '.join(save.waiting_for)}"
     total = save.bytes_total
     return f"{(total - save.bytes_left) >> 20} of {-(-total >> 20)} MiB are stored"
+
+
+def _legible(name: str) -> str:
+    return name.encode(errors="backslashreplace").decode()
 
 
 def _sentence(save: Save) -> str:

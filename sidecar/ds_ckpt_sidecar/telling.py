@@ -15,6 +15,7 @@ from ds_ckpt_sidecar.syncer import Syncer
 from ds_ckpt_store.contract import names
 
 FAILING_TRIES = 3
+_UNKNOWN = "unknown"
 _DONE = "nothing to do: every save that was handed over is durable"
 _LEFT = (
     "what to do: start the agent on this volume again, and it goes on; if the volume ended with "
@@ -53,9 +54,9 @@ class Telling:
     def __init__(self, message: TerminationMessage | None, reports: Reports | None) -> None:
         self._message = message
         self._reports = reports
-        self._durable = "unknown, the store has not been reached yet"
+        self._durable = f"{_UNKNOWN}: the store has not been reached yet"
         self.not_durable: tuple[str, ...] = ()
-        self._refused: dict[str, str] = {}
+        self._refused: frozenset[str] = frozenset()
         self._warned = False
         self._in_trouble = False
         self._write()
@@ -77,24 +78,26 @@ class Telling:
         if self._reports is not None and tries >= FAILING_TRIES:
             self._reports.failing(sentence)
 
-    def refresh(self, syncer: Syncer) -> None:
-        """Say what is durable now."""
+    def refresh(self, syncer: Syncer, trouble: str = "") -> None:
+        """Say what is durable now; ``trouble`` keeps the agent from storing, if set."""
         newest = syncer.newest_committed()
         if newest is not None:
             self._durable = _describe(*newest)
-        self.not_durable = tuple(syncer.not_durable())
-        self._in_trouble = bool(syncer.trouble or syncer.troubles())
+        elif trouble:
+            self._durable = f"{_UNKNOWN}: {trouble}"
+        self.not_durable = tuple(syncer.not_durable(trouble))
+        self._in_trouble = bool(trouble or syncer.trouble or syncer.troubles())
         self._write()
         refused = syncer.refused()
         if self._reports is not None:
-            for name, reason in refused.items():
-                if self._refused.get(name) != reason:
-                    self._reports.failing(f"{name}: {reason}")
-        self._refused = refused
+            for sentence in refused:
+                if sentence not in self._refused:
+                    self._reports.failing(sentence)
+        self._refused = frozenset(refused)
 
     def unreached(self, why: str, tags: Sequence[str]) -> None:
         """The store could not be reached so far, and the volume holds these saves."""
-        self._durable = "unknown, the store has not been reached"
+        self._durable = f"{_UNKNOWN}: {why}"
         self._in_trouble = True
         self.not_durable = tuple(f"{tag}: discovered, {why}" for tag in tags)
         self._write()
@@ -115,7 +118,7 @@ class Telling:
             advice = _MEND if self._in_trouble else _LEFT
             if not self.not_durable:
                 advice = _DONE
-            if self._durable.startswith("unknown") and not self.not_durable:
+            if self._durable.startswith(_UNKNOWN) and not self.not_durable:
                 advice = "what to do: look at the agent's log"
             self._message.write(
                 compose(

@@ -373,9 +373,32 @@ def test_a_store_that_was_never_reached_is_tried_until_the_time_is_over(stage: S
     stage.play(200)
     assert 30 + DRAIN - 2 <= player.ended_at <= 30 + DRAIN + PART_SECONDS
     assert player.code == 1
-    assert stage.said().startswith("durable: unknown, the store has not been reached\n")
+    assert stage.said().startswith("durable: unknown: list '': the store is away\n")
     assert "not durable: a: discovered, " in stage.said()
     assert [line["tag"] for line in stage.log.of("save.left")] == ["a"]
+    assert [line["saves"] for line in stage.log.of("agent.draining")] == [1]
+
+
+def test_an_agent_that_is_cut_short_logs_what_it_leaves(stage: Stage) -> None:
+    stage.save("a", 9000)
+    player = stage.agent()
+    stage.at(10, player.agent.cut_short)
+    stage.play(11)
+    (left,) = stage.log.of("save.left")
+    assert left["reason"].startswith("a: uploading")
+
+
+def test_what_was_durable_at_an_earlier_start_is_not_logged_as_committed_again(
+    stage: Stage,
+) -> None:
+    stage.save("a", 300)
+    first = stage.agent(keep_local=2)
+    stage.at(20, first.agent.stop)
+    stage.play(30)
+    stage.agent(keep_local=2)
+    stage.play(60)
+    assert stage.order() == ["a"]
+    assert [line["tag"] for line in stage.log.of("save.found_committed")] == ["a"]
 
 
 def test_what_an_earlier_start_made_durable_is_not_called_lost_while_the_store_is_away(

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ds_ckpt_store.contract.filesystem import Filesystem
+from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import (
     AccessError,
     NotFoundError,
@@ -120,6 +121,44 @@ def test_a_volume_that_has_no_room_for_the_nodes_id_is_refused_with_what_to_do(
         with pytest.raises(SettingsError, match=r"node\.json: No space.* cannot begin") as told:
             world.once(tmp_path, fs=FullFromTheStart())
         assert "make room" in str(told.value)
+
+
+@pytest.mark.parametrize("damage", ["empty", "torn", "gone"])
+def test_a_node_id_that_is_lost_is_taken_from_the_saves_that_name_it(
+    world: World, trainer: Trainer, damage: str
+) -> None:
+    """A power cut may: the hook makes the file without a sync, and syncs it before a hand-over."""
+    trainer.save("a", {"x": 1000})
+    identity = Path(trainer.volume.own, "node.json")
+    whole = identity.read_bytes()
+    identity.write_bytes(b"" if damage == "empty" else whole[:-20])
+    if damage == "gone":
+        identity.unlink()
+    assert world.once(trainer.volume.path) == 0
+    assert world.states() == {"a": "committed"}
+    assert identity.read_bytes() == whole
+    assert bool(world.log.of("volume.identity_renewed")) == (damage != "gone")
+
+
+def test_a_node_id_that_is_damaged_before_any_save_is_made_anew(
+    world: World, tmp_path: Path
+) -> None:
+    identity = tmp_path / ".ds_ckpt/node.json"
+    identity.parent.mkdir()
+    identity.write_bytes(b"")
+    assert world.once(tmp_path) == 0
+    assert Volume(str(tmp_path)).known_node()
+    assert (tmp_path / ".ds_ckpt/node.json.damaged").read_bytes() == b""
+
+
+def test_a_volume_that_cannot_hold_files_is_refused_with_what_to_do(
+    world: World, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match="is no folder"):
+        world.once(tmp_path / "file")
+    with pytest.raises(SettingsError, match="no filesystem that keeps files"):
+        world.once(Path("/proc"))
 
 
 class NoRoomForNames(Filesystem):

@@ -215,6 +215,8 @@ def test_failures_that_all_differ_are_bounded_and_do_not_hold_up_the_end() -> No
     for number in range(1000):
         pending.failing(f"shard {number}: reset")
     assert len(pending.waiting()) == MOST_FAILING
+    last = pending.waiting()[-1].document["note"]
+    assert last.startswith("shard 999: reset (and 992 more")
     assert len(send_all(pending)) == 2
     pending.not_durable_at_exit(["a: uploading"])
     assert [one["reason"] for one in send_all(pending)] == [LEFT]

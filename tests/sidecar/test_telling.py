@@ -67,6 +67,31 @@ def test_a_manifest_that_is_not_taken_is_told_once(tmp_path: Path) -> None:
         assert "99" in told
 
 
+def test_a_save_that_rests_until_somebody_mends_it_is_told_at_once(tmp_path: Path) -> None:
+    with staged(tmp_path) as stage:
+        stage.save("a", 300)
+        stage.agent(run_id="another")
+        stage.play(30)
+        (told,) = stage.reports.of("failing")
+        assert "is held: it is of run 'run'" in told
+
+
+def test_a_prefix_of_another_run_is_the_reason_why_a_save_is_not_durable(
+    tmp_path: Path,
+) -> None:
+    with staged(tmp_path) as stage:
+        stage.save("a", 9000)
+        first = stage.agent(drain_seconds=1.0)
+        stage.at(5, first.agent.stop)
+        stage.play(20)
+        stage.trainer.run_id = "another"
+        stage.save("b", 300)
+        stage.agent(run_id="another")
+        stage.play(40)
+        assert "not durable: b: discovered, " in stage.said()
+        assert "belongs to run" in stage.said()
+
+
 def test_without_a_message_and_reports_nothing_happens() -> None:
     telling = Telling(None, None)
     telling.heard(save(1, 100), "no access")

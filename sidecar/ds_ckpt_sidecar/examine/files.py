@@ -31,6 +31,7 @@ from ds_ckpt_store.errors import InputError, ManifestError, UnknownSchemaError
 DEPTH = 6  # folders below the volume in which a tag is looked for
 DECIDED = ("committed", "cleaned", "superseded", "abandoned")
 _CHECKPOINT = "_states.pt"
+_UPGRADE = "run a sidecar that is as new as the hook in the trainer's image"
 _FILE_SYSTEMS = "lost+found"  # root's alone on each ext4, and no save_dir
 
 
@@ -116,7 +117,26 @@ class Files:
             self._need_open(f"{volume.journal}{suffix}", os.O_RDWR, "warning", purpose)
         for path in (f"{volume.own}/node.json", f"{volume.status}/trainer.json", volume.restored):
             self._need_open(path, os.O_RDONLY, "error", "the agent reads it")
+        self._identity()
         self._need_open(volume.limits, os.O_RDONLY, "warning", "its limits do not hold")
+
+    def _identity(self) -> None:
+        try:
+            self._volume.known_node()
+        except UnknownSchemaError as error:
+            self._said.append(Finding("error", self._volume.path, str(error), _UPGRADE))
+        except ManifestError as error:
+            self._said.append(
+                Finding(
+                    "warning",
+                    self._volume.path,
+                    f"the id of this node cannot be read: {error}",
+                    "start the agent: it puts the file aside, and takes the id that the saves in "
+                    "the outbox name, or a new one",
+                )
+            )
+        except OSError:
+            return  # said of the file already
 
     def _manifests(self) -> Iterator[NodeManifest]:
         volume = self._volume
@@ -133,21 +153,16 @@ class Files:
             try:
                 manifest = volume.manifest(name)
             except UnknownSchemaError as error:
-                self._said.append(
-                    Finding(
-                        "error",
-                        path,
-                        str(error),
-                        "run a sidecar that is as new as the hook in the trainer's image",
-                    )
-                )
+                self._said.append(Finding("error", path, str(error), _UPGRADE))
             except InputError as error:
                 self._said.append(
                     Finding(
                         "warning",
                         path,
                         f"it is no manifest, so its save is not stored: {error}",
-                        "find out what wrote it, and remove it",
+                        "find out what wrote it, and move it out of the outbox; if it was a save "
+                        f"of the hook's, its shards stay in {volume.links}/{name.split('.')[0]} "
+                        "until then: copy them first if you need them",
                     )
                 )
             except OSError:
@@ -346,6 +361,11 @@ class Files:
     def _trouble(
         self, severity: Severity, path: str, need: str, sentence: str, error: OSError
     ) -> None:
+        if error.errno == errno.ELOOP:
+            sentence = f"{sentence}: it is a link, and no link is followed here"
+            advice = f"see where it leads (ls -l {path}), find out who made it, and remove it"
+            self._said.append(Finding(severity, path, sentence, advice))
+            return
         if error.errno not in (errno.EACCES, errno.EPERM):
             self._said.append(
                 Finding(severity, path, f"{sentence}: {error.strerror}", "look at its disk")

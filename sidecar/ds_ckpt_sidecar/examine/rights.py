@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from ds_ckpt_sidecar.examine.finding import Finding, Severity
 from ds_ckpt_store.contract.clock import SystemClock, fresh_token, system_random
@@ -18,7 +19,7 @@ from ds_ckpt_store.errors import (
     StoreError,
     TransientError,
 )
-from ds_ckpt_store.stores.port import BytesSource, Store, Upload
+from ds_ckpt_store.stores.port import BytesSource, Part, Store, Upload
 from ds_ckpt_store.stores.probe import PROBE
 from ds_ckpt_store.stores.rules import credentials_of
 
@@ -32,6 +33,7 @@ _CALLED = {
     "delete": ("s3:DeleteObject", "storage.objects.delete", "d"),
     "begin": ("s3:PutObject", "storage.multipartUploads.create", "c, w"),
     "put_part": ("s3:PutObject", "storage.multipartUploads.create", "c, w"),
+    "complete": ("s3:PutObject", "storage.multipartUploads.create", "c, w"),
     "parts": ("s3:ListMultipartUploadParts", "storage.multipartUploads.listParts", "r"),
     "abort": ("s3:AbortMultipartUpload", "storage.multipartUploads.abort", "d"),
     "uploads": ("s3:ListBucketMultipartUploads", "storage.multipartUploads.list", "l"),
@@ -44,6 +46,7 @@ _PURPOSE = {
     "what the agent itself leaves (probes, holds) stays",
     "begin": "begin an upload in parts",
     "put_part": "send parts",
+    "complete": "end an upload in parts: no large file becomes an object",
     "parts": "go on with an upload that was interrupted",
     "abort": "drop an unfinished upload: those stay and cost, unless a rule of the bucket removes "
     "them",
@@ -98,7 +101,8 @@ class Rights:
         if store.capabilities.parts:
             yield from self._parts(f"{self._key}/upload", body)
         if "put" in self._may:
-            yield from self._try("delete", lambda: store.delete(key))
+            written = (key, f"{self._key}/upload") if "complete" in self._may else (key,)
+            yield from self._try("delete", partial(self._remove, written))
         who = _credentials(store)
         if not self._refused and self.tried.answered:
             yield Finding("ok", store.url, f"objects and uploads can be {_listed(self._may)}{who}")
@@ -113,9 +117,20 @@ class Rights:
             return
         yield from self._try("begin", lambda: begun.append(store.begin(key, body.size, {})))
         for upload in begun:
-            yield from self._try("put_part", lambda: store.put_part(upload, 1, body))  # noqa: B023
-            yield from self._try("parts", lambda: store.parts(upload))  # noqa: B023
-            yield from self._try("abort", lambda: store.abort(upload))  # noqa: B023
+            part = partial(store.put_part, upload, 1, body)
+            sent: list[Part] = []
+            yield from self._try("put_part", lambda: sent.append(part()))  # noqa: B023
+            yield from self._try("parts", partial(store.parts, upload))
+            if sent:
+                yield from self._try("complete", partial(store.complete, upload, sent))
+            if "complete" in self._may:
+                yield from self._try("abort", lambda: store.abort(store.begin(key, body.size, {})))
+            else:
+                yield from self._try("abort", partial(store.abort, upload))
+
+    def _remove(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._store.delete(key)
 
     def _try(self, right: str, call: Callable[[], object]) -> Iterator[Finding]:
         if not self.tried.answered:

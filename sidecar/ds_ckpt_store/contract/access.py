@@ -41,6 +41,11 @@ def unwritable(error: OSError) -> str:
             "volume; if it is not set there, the disk has an error and must be looked at"
         )
     path = os.fsdecode(error.filename or "")
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENOTSUP):
+        return (
+            "files cannot be made there: it is gone, or no filesystem that keeps files (such as "
+            "/proc); name the folder that trainer and sidecar share"
+        )
     if error.errno != errno.ENOSPC or not path.startswith("/"):
         return ""
     while not os.path.exists(path):

@@ -24,6 +24,7 @@ Nothing but this module builds such a path.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import uuid
 
@@ -80,7 +81,9 @@ class Volume:
             OSError: a folder cannot be made.
         """
         state = self.fs.stat(self.path)
-        if state is None and not self.fs.is_folder(self.path):
+        if not self.fs.is_folder(self.path):
+            if state is not None and state.is_regular:
+                raise SettingsError(f"the volume {self.path} is no folder: name one that is")
             raise SettingsError(f"the volume {self.path} does not exist: mount it, or make it")
         self.refuse_links()
         for folder in (self.outbox, self.pieces, self.links, self.status):
@@ -128,14 +131,49 @@ class Volume:
             durable: False leaves the sync to :meth:`publish`. On the training thread it could take
                 as long as writing back the whole checkpoint that was just saved.
         """
-        path = self._identity
         while True:
-            found = self.read(path, NodeIdentity)
-            if found is not None:
-                return found.node
+            known = self.known_node()
+            if known:
+                return known
             self.fs.make_folder(self.own)
-            identity = NodeIdentity(node=uuid.uuid4().hex)
-            self.fs.create_exclusive(path, identity.to_bytes(), durable=durable)
+            identity = NodeIdentity(node=self._node_in_outbox() or uuid.uuid4().hex)
+            self.fs.create_exclusive(self._identity, identity.to_bytes(), durable=durable)
+
+    def known_node(self) -> str:
+        """This volume's node id, or "" if it has none yet.
+
+        Raises:
+            ManifestError: what stands there is none.
+            UnknownSchemaError: it is newer than this version.
+        """
+        found = self.read(self._identity, NodeIdentity)
+        return "" if found is None else found.node
+
+    def _node_in_outbox(self) -> str:
+        """The node that the newest readable manifest names: the id, where its file was lost."""
+        for name in reversed(self.manifests()):
+            with contextlib.suppress(ManifestError, UnknownSchemaError, OSError):
+                return self.manifest(name).node
+        return ""
+
+    def drop_damaged_identity(self) -> str:
+        """Put a node id that cannot be read aside, so that :meth:`node_id` makes it anew.
+
+        A power cut can leave the file empty: the hook makes it without a sync. Only for the agent
+        that holds the lock: of two at it, the later would put the earlier's new one aside.
+
+        Returns:
+            What was wrong with it; "" if nothing was.
+
+        Raises:
+            UnknownSchemaError: it is newer than this version.
+        """
+        try:
+            self.known_node()
+        except ManifestError as error:
+            self.fs.rename(self._identity, f"{self._identity}.damaged")
+            return str(error)
+        return ""
 
     def read(
         self, path: str, kind: type[DocumentT], limit: int = MAX_DOCUMENT_BYTES

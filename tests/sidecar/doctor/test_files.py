@@ -292,3 +292,35 @@ def test_a_sticky_volume_is_told_from_one_that_is_not(trainer: Trainer) -> None:
     assert "sticky" in warning.sentence
     assert warning.remedy == f"chmod -t {trainer.volume.path}, as uid 0"
     assert matter(seen(trainer.volume.path, uid=0)) == []
+
+
+def test_a_node_id_that_is_damaged_is_a_warning_and_the_agent_is_the_remedy(
+    trainer: Trainer,
+) -> None:
+    Path(trainer.volume.own, "node.json").write_bytes(b"{")
+    (found,) = matter(seen(trainer.volume.path))
+    assert found == ("warning", trainer.volume.path)
+    (told,) = (each for each in seen(trainer.volume.path) if each.severity == "warning")
+    assert "the id of this node cannot be read" in told.sentence
+    assert "start the agent" in told.remedy
+
+
+@pytest.mark.parametrize("name", ["node.json", "outbox/{manifest}"])
+def test_a_link_in_place_of_our_file_is_called_a_link(trainer: Trainer, name: str) -> None:
+    manifest = trainer.save("a", {STATES: 100})
+    path = Path(trainer.volume.own, name.format(manifest=manifest.file_name))
+    path.rename(path.parent.parent / "elsewhere")
+    path.symlink_to("../elsewhere")
+    told = [each for each in seen(trainer.volume.path) if each.what == str(path)]
+    assert all("it is a link" in each.sentence for each in told)
+    assert [each.severity for each in told] == ["error"]
+    assert "disk" not in told[0].remedy
+
+
+def test_a_damaged_manifest_is_not_thrown_away_by_the_remedy(trainer: Trainer) -> None:
+    manifest = trainer.save("a", {STATES: 100})
+    path = Path(trainer.volume.outbox, manifest.file_name)
+    path.write_bytes(path.read_bytes()[:-30])
+    (told,) = (each for each in seen(trainer.volume.path) if each.what == str(path))
+    assert f"{trainer.volume.links}/{manifest.save_id}" in told.remedy
+    assert Path(trainer.volume.link_folder(manifest.save_id)).is_dir()

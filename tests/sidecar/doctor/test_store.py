@@ -80,6 +80,7 @@ OPERATIONS = [
     ("s3:ListBucketMultipartUploads", r"GET .*\?.*uploads", "warning"),
     ("s3:PutObject", r"POST .*\?uploads", "error"),
     ("s3:PutObject", r"PUT .*partNumber", "error"),
+    ("s3:PutObject", r"POST .*uploadId", "error"),
     ("s3:ListMultipartUploadParts", r"GET .*uploadId", "error"),
     ("s3:AbortMultipartUpload", r"DELETE .*uploadId", "warning"),
     ("s3:DeleteObject", r"DELETE .*/object", "warning"),

@@ -83,6 +83,7 @@ class Pending:
         self._exit: Report | None = None
         self._annotation: Report | None = None
         self._failing: list[Report] = []
+        self._more = 0  # sentences that the last of those stands for
         self._begun: Report | None = None
         self._commit: Report | None = None
 
@@ -113,8 +114,12 @@ class Pending:
         self._said[alike] = _Said(now)
         if len(self._said) > MOST_REMEMBERED:
             self._said.pop(next(iter(self._said)))
-        if len(self._failing) >= MOST_FAILING:
-            self._failing.pop(0)
+        if len(self._failing) < MOST_FAILING:
+            self._more = 0
+        else:
+            self._failing.pop()
+            self._more += 1
+            sentence += f" (and {self._more} more: see `ds-ckpt status`)"
         self._failing.append(self._event(events.failing(sentence), series))
 
     def not_durable_at_exit(self, sentences: Sequence[str]) -> None:
