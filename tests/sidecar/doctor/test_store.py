@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 import time
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ import pytest
 
 from ds_ckpt_sidecar.doctor import check_promises, check_store
 from ds_ckpt_store.contract.clock import SystemClock
+from ds_ckpt_store.errors import AccessError
 from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.memory import MemoryBucket, MemoryStore
 from ds_ckpt_store.stores.port import Store
+from ds_ckpt_store.stores.probe import probe
 from ds_ckpt_store.stores.s3 import S3Options, S3Store
 from tests.faultproxy import HOST, Fault, FaultProxy
 from tests.servers import S3
@@ -102,6 +105,16 @@ def test_each_right_that_is_missing_is_named(
     resource = json.loads(denied.remedy.partition("policy ")[2])["Resource"]
     assert resource.startswith(f"arn:aws:s3:::{bucket}")
     assert resource.endswith("/run/*") == ("Bucket" not in right)
+
+
+def test_a_missing_right_to_end_uploads_is_not_taken_for_a_server_without_checksums(
+    seaweed: S3, seaweed_proxy: FaultProxy
+) -> None:
+    seaweed_proxy.add(Fault(r"POST .*uploadId", "status", status=403, body=DENIED, times=None))
+    store = s3_through(seaweed_proxy, seaweed.bucket())
+    with pytest.raises(AccessError, match="complete"):
+        probe(store, random.Random(1))
+    assert left_in(store) == []
 
 
 @pytest.mark.parametrize(
