@@ -9,7 +9,7 @@ from typing import Literal
 
 import pytest
 
-from ds_ckpt_hook import feedback
+from ds_ckpt_hook import feedback, notices
 from ds_ckpt_hook.errors import NotPublishedError
 from ds_ckpt_store.contract.clock import SystemClock
 from ds_ckpt_store.contract.manifest import SaveStatus, SidecarStatus
@@ -130,7 +130,7 @@ def test_a_sidecar_in_a_request_that_hangs_is_waited_for(
     clock = job.hooks[0].clock = FakeTime()
     said = {} if patience is None else {"silent_after": patience}
     sidecar(volume, "running", time=clock.now - age, **said)
-    job.hooks[0].began -= 2 * feedback.SILENT_SECONDS
+    job.hooks[0].began -= 2 * notices.SILENT_SECONDS
     assert finalize(job, timeout=0).not_durable[0].reason.startswith("still discovered")
     sidecar(volume, "running", time=clock.now - age - 15, **said)
     assert "silent" in finalize(job, timeout=0).not_durable[0].reason
@@ -233,7 +233,7 @@ def test_saves_that_wait_for_no_sidecar_are_told_now_and_then(
     job = Job([volume])
     job.save("one")
     assert "wait for a sidecar" not in caplog.text
-    job.hooks[0].began -= 2 * feedback.SILENT_SECONDS
+    job.hooks[0].began -= 2 * notices.SILENT_SECONDS
     job.save("two")
     job.save("three")
     told = [record for record in caplog.messages if "wait for a sidecar" in record]

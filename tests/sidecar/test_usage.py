@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from ds_ckpt_sidecar.settings import load
-from ds_ckpt_sidecar.usage import Space, Usage, allocated_below
+from ds_ckpt_sidecar.usage import Space, Usage
 from ds_ckpt_store.contract.filesystem import FileStat, Filesystem
 from ds_ckpt_store.contract.filesystem import Space as Disk
+from ds_ckpt_store.contract.usage import allocated_below
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import SettingsError
 from tests.store.prefix import HandClock

@@ -292,7 +292,8 @@ def swapped(
         for module in (ds_ckpt_sidecar.agent, hook.session, hook.publishing):
             swap(module, "threading", THREADING)
         swap(hook.publishing, "queue", QUEUE)
-        swap(hook.publishing, "atexit", ATEXIT)
+        for module in (hook.session, hook.publishing):
+            swap(module, "atexit", ATEXIT)
         swap(ds_ckpt_store.contract.volume, "uuid", UUID)
         parse = remembering(manifest.parse)
         for module in (ds_ckpt_store.contract.volume, ds_ckpt_store.catalog):

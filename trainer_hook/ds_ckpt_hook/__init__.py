@@ -21,30 +21,38 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_ckpt_hook import feedback, resume, saving, sealing
-from ds_ckpt_hook.core import Hook
+from ds_ckpt_hook import feedback, resume, room, saving, sealing
+from ds_ckpt_hook.core import Hook, Notice
 from ds_ckpt_hook.errors import AgreementError, ExchangeError, HookError, NotPublishedError
-from ds_ckpt_hook.feedback import FinalReport, Save, Standing
-from ds_ckpt_hook.settings import Settings
+from ds_ckpt_hook.feedback import Committed, FinalReport, Save, Standing, Status
+from ds_ckpt_hook.settings import CHECKED, Settings, WhenFull, when_full
 from ds_ckpt_store.errors import SettingsError
 
 __all__ = [
     "AgreementError",
+    "Committed",
     "ExchangeError",
     "FinalReport",
     "HookError",
     "NotPublishedError",
+    "Notice",
     "Save",
     "Settings",
     "Standing",
+    "Status",
     "after_save",
     "agree_on_resume",
     "attach",
     "configure",
     "finalize",
+    "last_committed",
+    "on_notice",
+    "ready_to_save",
+    "status",
+    "wait",
 ]
 
 logger = logging.getLogger("ds_ckpt_hook")
@@ -132,6 +140,71 @@ def after_save(
     )
 
 
+def ready_to_save(
+    size: int | None = None,
+    *,
+    save_dir: str | os.PathLike[str] | None = None,
+    policy: WhenFull | None = None,
+    timeout: float | None = None,
+) -> bool:
+    """Whether the volume of every node can take another checkpoint; the same answer on all ranks.
+
+    Every rank calls it, before ``save_checkpoint``::
+
+        if ds_ckpt_hook.ready_to_save():
+            engine.save_checkpoint(save_dir, tag)
+            ds_ckpt_hook.after_save(engine, tag, save_dir=save_dir)
+
+    What counts is the filesystem and, where the sidecar knows it, the ``sizeLimit`` of the
+    emptyDir, beyond which the pod would be evicted.
+
+    Args:
+        size: bytes that the save takes on this node; None for what the last one took.
+        save_dir: where it will lie; ``DS_CKPT_DIR`` if None.
+        policy: ``wait`` until the sidecar has made room, and leave the save out if it cannot;
+            ``skip`` it at once; ``warn`` and save. ``DS_CKPT_WHEN_FULL`` if None.
+        timeout: seconds that ``wait`` waits at most; ``DS_CKPT_ROOM_TIMEOUT`` if None.
+
+    Raises:
+        SettingsError: there is no such policy.
+    """
+    policy = when_full(policy) if policy is not None else None
+    return room.ready_to_save(_hook(), size, save_dir=save_dir, policy=policy, timeout=timeout)
+
+
+def status() -> Status:
+    """Where the saves of this process stand. Asks only the volume; any rank, any time."""
+    return feedback.status(_hook())
+
+
+def last_committed() -> Committed | None:
+    """The newest checkpoint of the run that is safe in the store, as far as the sidecar knows."""
+    return status().last_committed
+
+
+def wait(tag: object, timeout: float | None = None) -> Standing:
+    """Wait until the newest save of a tag is durable, or cannot become so.
+
+    Args:
+        tag: of a save of this process.
+        timeout: seconds to wait at most; None to wait as long as the sidecar is alive.
+
+    Raises:
+        SettingsError: this process has saved no such tag.
+    """
+    return feedback.wait(_hook(), str(tag), timeout)
+
+
+def on_notice(listener: Callable[[Notice], None]) -> None:
+    """Call ``listener`` with all that the hook warns of.
+
+    A save that is not published or was lost, no sidecar, a lag over ``DS_CKPT_MAX_LAG``, a volume
+    without room. Called on the training thread or on one of the hook's, on each node's lowest rank;
+    for what only one rank knows, there. What it raises is logged.
+    """
+    _hook().listeners.append(listener)
+
+
 def finalize(timeout: float | None = None, *, strict: bool = False) -> FinalReport:
     """Tell the sidecar that training is over, and wait until all saves are durable.
 
@@ -181,10 +254,9 @@ def _hook() -> Hook:
             settings = Settings.from_environ(os.environ)
         except SettingsError as error:
             # Found at the first save, perhaps hours into training: no reason to end it.
-            logger.warning("%s; the usual times are used instead", error)
-            times = [name for name in os.environ if name.endswith("TIMEOUT")]
+            logger.warning("%s; the usual settings are used instead", error)
             settings = Settings.from_environ(
-                {k: v for k, v in os.environ.items() if k not in times}
+                {k: v for k, v in os.environ.items() if k not in CHECKED}
             )
         _process["hook"] = Hook(settings)
     return _process["hook"]

@@ -7,10 +7,13 @@ first call.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ds_ckpt_hook import session as sessions
 from ds_ckpt_hook.errors import HookError
@@ -23,15 +26,32 @@ from ds_ckpt_store.contract import access
 from ds_ckpt_store.contract.clock import Clock, SystemClock, system_random
 from ds_ckpt_store.contract.filesystem import Filesystem
 from ds_ckpt_store.contract.manifest import SaveStatus
+from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import CkptError, SettingsError
 
+logger = logging.getLogger("ds_ckpt_hook")
+
+NoticeKind = Literal["not published", "lost", "lag", "no sidecar", "no room"]
 DURABLE = frozenset({"committed", "cleaned"})
 LOST = frozenset({"superseded", "abandoned", "quarantined", "failed", "held"})
 
 
+@dataclass(frozen=True)
+class Notice:
+    """Something that a person should hear: what kind of thing, one sentence, and which save."""
+
+    kind: NoticeKind
+    sentence: str
+    tag: str = ""
+    save_id: str | None = None
+
+
 @dataclass
 class SaveState:
-    """What this process knows of one save; ``reason`` says why it is not published."""
+    """What this process knows of one save; ``reason`` says why it is not published.
+
+    ``agreed_at`` is in seconds since the epoch, and 0 before the ranks have agreed on it.
+    """
 
     tag: str
     save_id: str | None = None
@@ -41,6 +61,12 @@ class SaveState:
     waiting_for_engine: bool = False
     handed_over: bool = False
     told: bool = False
+    agreed_at: float = 0.0
+
+    @property
+    def volume(self) -> Volume | None:
+        """Where it lies, if that is known."""
+        return None if self.session is None else self.session.volume
 
     def look(self) -> SaveStatus:
         """Where the save stands, by this process or by the sidecar."""
@@ -89,6 +115,8 @@ class Hook:
         self.sessions: dict[str, Session] = {}
         self.began = self.clock.monotonic()
         self.next_word = 0.0
+        self.telling = threading.Lock()
+        self.listeners: list[Callable[[Notice], None]] = []
         self._started = sessions.process_started(self.clock)
         self._exchange: Exchange | None = None
         self._attempt = ""
@@ -137,6 +165,20 @@ class Hook:
         self._attempt = made.attempt
         self.sessions[made.volume.path] = made
         return made
+
+    def warn(self, kind: NoticeKind, sentence: str, state: SaveState | None = None) -> None:
+        """Say something in the log and to those who listen; what they raise is logged, no more."""
+        logger.warning("%s", sentence)
+        self.notify(kind, sentence, state)
+
+    def notify(self, kind: NoticeKind, sentence: str, state: SaveState | None = None) -> None:
+        """Say to those who listen what is in the log already."""
+        tag, save_id = (state.tag, state.save_id) if state is not None else ("", None)
+        for listener in list(self.listeners):
+            try:
+                listener(Notice(kind, sentence, tag, save_id))
+            except Exception:
+                logger.exception("a listener of ds_ckpt_hook.on_notice failed")
 
     def catch_up(self) -> None:
         """Take the saves whose checkpoint engine has finished since."""

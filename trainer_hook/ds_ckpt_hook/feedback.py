@@ -12,15 +12,13 @@ from dataclasses import dataclass
 
 from ds_ckpt_hook.core import DURABLE, LOST, Hook, SaveState, reason_of
 from ds_ckpt_hook.errors import NotPublishedError
-from ds_ckpt_hook.session import Session
 from ds_ckpt_store.contract.manifest import SidecarStatus
-from ds_ckpt_store.errors import CkptError
+from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.errors import CkptError, SettingsError
 
 logger = logging.getLogger("ds_ckpt_hook")
 
 GRACE_SECONDS = 30.0
-SILENT_SECONDS = 60.0
-REMINDER_SECONDS = 600.0
 _POLL = 0.2
 
 
@@ -36,6 +34,36 @@ class Standing:
     state: str
     durable: bool
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint that is committed in the store; ``saved_ms`` in milliseconds since the epoch."""
+
+    tag: str
+    save_id: str
+    step: int | None
+    saved_ms: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """What this process knows without asking anybody but its volume.
+
+    Attributes:
+        saves: of this process, the oldest first.
+        last_committed: the newest checkpoint of the run in the store, whoever saved it; None if
+            there is none, or no sidecar has looked yet.
+        lag_seconds: age of the oldest save that is on its way; 0 if none is.
+        sidecar: its last state; ``silent`` if it was not heard of lately, ``none`` if never.
+        last_error: the sidecar's, empty if it has none.
+    """
+
+    saves: list[Standing]
+    last_committed: Committed | None
+    lag_seconds: float
+    sidecar: str
+    last_error: str
 
 
 class Save:
@@ -65,7 +93,7 @@ class Save:
 
     def status(self) -> Standing:
         """Where it stands now."""
-        return _standing(self._state)
+        return standing_of(self._state)
 
     def wait(self, timeout: float | None = None) -> Standing:
         """Wait until it is durable, or cannot become so, or ``timeout`` seconds have passed."""
@@ -85,6 +113,61 @@ class FinalReport:
     durable: list[str]
     not_durable: list[Standing]
     seconds: float
+
+
+def status(hook: Hook) -> Status:
+    """See :func:`ds_ckpt_hook.status`."""
+    said, now = _heard(hook), hook.clock.time()
+    state = "none"
+    if said is not None:
+        state = "silent" if said.is_silent(now) else said.state
+    return Status(
+        saves=[standing_of(each) for each in list(hook.saves)],
+        last_committed=_committed(said),
+        lag_seconds=lag_of(list(hook.saves), now),
+        sidecar=state,
+        last_error=said.last_error if said is not None else "",
+    )
+
+
+def wait(hook: Hook, tag: str, timeout: float | None) -> Standing:
+    """See :func:`ds_ckpt_hook.wait`."""
+    for state in reversed(list(hook.saves)):
+        if state.tag == tag:
+            return wait_for(hook, [state], timeout)[0]
+    known = [state.tag for state in hook.saves]
+    raise SettingsError(f"this process has saved no tag {tag!r}; it has saved {known[-8:]}")
+
+
+def _heard(hook: Hook) -> SidecarStatus | None:
+    """What a sidecar said last: that of the volume in use, or of the one that is set."""
+    for session in hook.sessions.values():
+        return sidecar_of(session.volume)
+    place, _ = hook.locate(None)
+    return sidecar_of(place.volume) if place is not None else None
+
+
+def _committed(said: SidecarStatus | None) -> Committed | None:
+    if said is None or not said.newest_committed_save:
+        return None
+    return Committed(
+        said.newest_committed_tag,
+        said.newest_committed_save,
+        said.newest_committed_step,
+        said.newest_committed_ms,
+    )
+
+
+def lag_of(states: Sequence[SaveState], now: float) -> float:
+    """Age in seconds of the oldest of some saves that is neither durable nor lost; 0 if none is.
+
+    ``now`` in seconds since the epoch. A save counts from when it was agreed on.
+    """
+    for state in states:
+        found = standing_of(state)
+        if state.agreed_at and not found.durable and found.state not in LOST:
+            return max(0.0, now - state.agreed_at)
+    return 0.0
 
 
 def finalize(hook: Hook, timeout: float | None = None, *, strict: bool = False) -> FinalReport:
@@ -157,7 +240,7 @@ def wait_for(hook: Hook, states: Sequence[SaveState], timeout: float | None) -> 
     began = hook.clock.monotonic()
     while True:
         waited = hook.clock.monotonic() - began
-        standings = [_standing(state) for state in states]
+        standings = [standing_of(state) for state in states]
         open_states = [
             state
             for state, standing in zip(states, standings, strict=True)
@@ -178,12 +261,12 @@ def wait_for(hook: Hook, states: Sequence[SaveState], timeout: float | None) -> 
 
 
 def _explained(hook: Hook, state: SaveState, standing: Standing, why: str) -> Standing:
-    sidecar = _sidecar(state.session)
+    sidecar = sidecar_of(state.volume)
     if sidecar is None:
-        why = f"no sidecar has ever written its heartbeat to the volume; {_start_one(state)}"
+        why = f"no sidecar has ever written its heartbeat to the volume; {start_one(state)}"
     elif sidecar.is_silent(hook.clock.time()):
         age = abs(hook.clock.time() - sidecar.time)
-        why = f"the sidecar has been silent for {age:.0f} s; {_start_one(state)}"
+        why = f"the sidecar has been silent for {age:.0f} s; {start_one(state)}"
     elif sidecar.last_error and not standing.reason:
         why = f"{why.format(standing.state)}; the sidecar's last error: {sidecar.last_error}"
     said = f" ({standing.reason})" if standing.reason else ""
@@ -192,7 +275,8 @@ def _explained(hook: Hook, state: SaveState, standing: Standing, why: str) -> St
     )
 
 
-def _start_one(state: SaveState) -> str:
+def start_one(state: SaveState) -> str:
+    """How to get a sidecar for the volume of a save."""
     volume = state.session.volume.path if state.session is not None else "DIR"
     return (
         f"start one: ds-ckpt agent --volume {volume} --destination URL, or set DS_CKPT_DIR in the "
@@ -200,52 +284,12 @@ def _start_one(state: SaveState) -> str:
     )
 
 
-def tell(hook: Hook) -> None:
-    """Warn of what a trainer should hear before the end: lost saves, and that nobody uploads.
-
-    A few small files are read, by each node's leader only.
-    """
-    now = hook.clock.monotonic()
-    for state in [s for s in hook.saves if not s.told and s.session and s.session.is_leader]:
-        standing = _standing(state)
-        if standing.durable or standing.state in LOST:
-            state.told = True
-        if standing.state in LOST and not state.reason:
-            hint = ""
-            if standing.state == "superseded":
-                hint = "; give each save a tag of its own, or save less often than it uploads"
-            logger.warning(
-                "tag %r (save %s) will not be durable: it is %s: %s%s",
-                state.tag,
-                state.save_id,
-                standing.state,
-                standing.reason,
-                hint,
-            )
-    for session in hook.sessions.values():
-        if not session.is_leader or now < hook.next_word:
-            continue
-        waiting = [s for s in hook.saves if s.session is session and not s.told]
-        sidecar = _sidecar(session)
-        silent = sidecar is None or sidecar.is_silent(hook.clock.time())
-        if waiting and silent and now - hook.began > SILENT_SECONDS:
-            hook.next_word = now + REMINDER_SECONDS
-            logger.warning(
-                "%d saves on %s wait for a sidecar, and none has been there for %d s: they are "
-                "not durable; %s",
-                len(waiting),
-                session.volume.path,
-                int(SILENT_SECONDS),
-                _start_one(waiting[0]),
-            )
-
-
 def _silence(hook: Hook, states: Sequence[SaveState], waited: float) -> str:
     """Why no answer can be expected any more; empty if one can."""
     for state in states:
         if state.waiting_for_engine:
             return "the checkpoint engine has not finished writing it"
-        sidecar = _sidecar(state.session)
+        sidecar = sidecar_of(state.volume)
         if sidecar is not None and not sidecar.is_silent(hook.clock.time()):
             # A stopped one may be on its way back: its container is restarted, or replaced.
             gone = sidecar.state == "stopped" and waited >= GRACE_SECONDS
@@ -256,16 +300,18 @@ def _silence(hook: Hook, states: Sequence[SaveState], waited: float) -> str:
     return "there is no sidecar" if waited >= GRACE_SECONDS else ""
 
 
-def _sidecar(session: Session | None) -> SidecarStatus | None:
-    if session is None:
+def sidecar_of(volume: Volume | None) -> SidecarStatus | None:
+    """What the sidecar of a volume last said of itself; None if nothing can be read."""
+    if volume is None:
         return None
     try:
-        return session.volume.sidecar_status()
+        return volume.sidecar_status()
     except (CkptError, OSError):
         return None
 
 
-def _standing(state: SaveState) -> Standing:
+def standing_of(state: SaveState) -> Standing:
+    """Where one save stands now."""
     try:
         status = state.look()
     except (CkptError, OSError) as error:

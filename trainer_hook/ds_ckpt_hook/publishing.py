@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -82,6 +83,7 @@ class Worker:
         self._idle = threading.Condition()
         self._left = 0
         self._thread: threading.Thread | None = None
+        self._process = 0
 
     def submit(self, job: Job) -> None:
         """Hand a job over; returns at once."""
@@ -92,8 +94,13 @@ class Worker:
                     target=self._run, name="ds_ckpt publishing", daemon=True
                 )
                 self._thread.start()
-                atexit.register(self.drain, EXIT_SECONDS)
+                self._process = os.getpid()
+                atexit.register(self._leave)
         self._jobs.put(job)
+
+    def _leave(self) -> None:
+        if self._process == os.getpid():  # a fork of this process has no thread to wait for
+            self.drain(EXIT_SECONDS)
 
     def drain(self, timeout: float | None) -> bool:
         """Wait until nothing is left to do; False if ``timeout`` seconds were not enough."""

@@ -13,12 +13,14 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ds_ckpt_hook import deepspeed_files, engines, links
 from ds_ckpt_hook.core import Hook, SaveState, reason_of
 from ds_ckpt_hook.errors import NotPublishedError
-from ds_ckpt_hook.feedback import Save, tell, wait_for
+from ds_ckpt_hook.feedback import Save, wait_for
+from ds_ckpt_hook.notices import tell
 from ds_ckpt_hook.plan import About, Plan, Report, make_plan
 from ds_ckpt_hook.publishing import Job
 from ds_ckpt_hook.session import Session, newest_committed_ms
@@ -67,7 +69,7 @@ def after_save(
         else:
             _take(hook, request, state)
     except Exception as error:
-        _report(state, error)
+        _report(hook, state, error)
         if strict:
             raise (
                 error
@@ -122,7 +124,7 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _report(state: SaveState, error: Exception) -> None:
+def _report(hook: Hook, state: SaveState, error: Exception) -> None:
     state.reason = reason_of(error)
     if state.session is not None:
         state.session.note_skipped(f"{state.tag}: {state.reason}")
@@ -132,6 +134,7 @@ def _report(state: SaveState, error: Exception) -> None:
         state.reason,
         exc_info=not isinstance(error, (CkptError, OSError)),
     )
+    hook.notify("not published", f"tag {state.tag!r} is not published: {state.reason}", state)
 
 
 def _take_later(hook: Hook, request: Request, state: SaveState) -> None:
@@ -148,7 +151,7 @@ def _take_later(hook: Hook, request: Request, state: SaveState) -> None:
         try:
             _take(hook, request, state)
         except Exception as error:  # noqa: BLE001 - training goes on
-            _report(state, error)
+            _report(hook, state, error)
         held = hook.clock.monotonic() - began
         state.held_seconds += held
         if state.session is not None:
@@ -169,12 +172,15 @@ def _take(hook: Hook, request: Request, state: SaveState) -> None:
     session = hook.session(place, problem)
     state.session = session
     session.follow(request.engine)
+    session.on_beat = partial(tell, hook)
     session.start_heartbeat()
     report = _look(hook, session, place, request)
     reports: list[Report] = hook.exchange.gather("save", report)
     plan = make_plan(reports)
     session.newest_ms = plan.time_ms
     state.save_id = plan.save_id
+    state.agreed_at = hook.clock.time()
+    session.last_bytes = sum(reports[session.leader].listing.values())
     if place is not None:  # it is: a rank without a place has said so in its report
         hook.worker.submit(_protect(hook, session, place, plan, state))
 
@@ -256,6 +262,8 @@ def _protect(hook: Hook, session: Session, place: Place, plan: Plan, state: Save
     def done(reason: str) -> None:
         state.reason = reason
         state.handed_over = not reason
+        if reason:
+            hook.notify("not published", f"tag {state.tag!r} is not published: {reason}", state)
 
     return Job(
         session=session,

@@ -8,13 +8,15 @@ leader; before any rank may write, it clears what an earlier attempt left.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import random
 import socket
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +56,8 @@ class Session:
     """This process's part in one volume; made by :func:`begin`.
 
     ``lets_in`` is the group that files of a checkpoint are opened to; None to leave them alone.
+    ``last_bytes`` is what the last save took on this node's volume; 0 before the first. ``on_beat``
+    is called by the thread of the heartbeat after each.
     """
 
     def __init__(
@@ -85,6 +89,10 @@ class Session:
         self.parent: str | None = None
         self._clock = clock
         self.started = clock.time()
+        self.last_bytes = 0
+        self.on_beat: Callable[[], None] = lambda: None
+        self._finished = False
+        self._process = 0  # that says so when it ends: not a copy of it, made by a fork
         self._engine: Any = None
         self._beat: threading.Thread | None = None
         self._stop = threading.Event()
@@ -98,7 +106,12 @@ class Session:
     @property
     def is_leader(self) -> bool:
         """Whether this rank publishes for its node."""
-        return self.rank == self.ranks[0]
+        return self.rank == self.leader
+
+    @property
+    def leader(self) -> int:
+        """The rank that publishes for this rank's node."""
+        return self.ranks[0]
 
     def forget_what_is_there(self, token: str) -> None:
         """No file that lies on the volume now belongs to a save that is still to come.
@@ -129,6 +142,10 @@ class Session:
             return
         self._stop.clear()
         self._write()
+        self._finished = False
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            atexit.register(self._finish_at_exit)
         self._beat = threading.Thread(target=self._run, name="ds_ckpt heartbeat", daemon=True)
         self._beat.start()
 
@@ -149,6 +166,19 @@ class Session:
         self.stop_heartbeat()
         with self._lock:
             self.volume.write_trainer_status(self._status(finished=True))
+            self._finished = True
+
+    def _finish_at_exit(self) -> None:
+        """A process that ends, by an exception too, makes no further save."""
+        if self._finished or self._process != os.getpid():
+            return
+        error = getattr(sys, "last_value", None)
+        if error is not None:
+            self._error = f"the trainer ended by {type(error).__name__}: {error}"[:2000]
+        try:
+            self.finish()
+        except OSError as failure:
+            logger.warning("the end of training could not be noted: %s", failure)
 
     def note_held(self, seconds: float) -> None:
         """Add to the time that saves held the training thread."""
@@ -191,6 +221,10 @@ class Session:
     def _run(self) -> None:
         while not self._stop.wait(HEARTBEAT_SECONDS):
             self._write()
+            try:
+                self.on_beat()
+            except Exception:
+                logger.exception("the trainer could not be told where its saves stand")
 
     def _write(self) -> None:
         try:

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.filesystem import Filesystem
@@ -18,6 +19,17 @@ from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import SettingsError
 
 logger = logging.getLogger("ds_ckpt_hook")
+
+
+CHECKED = (
+    "DS_CKPT_TIMEOUT",
+    "DS_CKPT_PUBLISH_TIMEOUT",
+    "DS_CKPT_RESUME_TIMEOUT",
+    "DS_CKPT_ROOM_TIMEOUT",
+    "DS_CKPT_MAX_LAG",
+    "DS_CKPT_WHEN_FULL",
+)
+WhenFull = Literal["wait", "skip", "warn"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +49,11 @@ class Settings:
         exchange_timeout: ``DS_CKPT_TIMEOUT``, how long a rank waits for the others in one exchange.
         publish_timeout: ``DS_CKPT_PUBLISH_TIMEOUT``, how long a node waits in the background for
             the checksums of its ranks.
+        max_lag: ``DS_CKPT_MAX_LAG``, warn when a save is not durable after so many seconds; None:
+            never.
+        when_full: ``DS_CKPT_WHEN_FULL``, what :func:`ds_ckpt_hook.ready_to_save` does where the
+            volume cannot take another checkpoint: ``wait`` for room, ``skip`` the save, ``warn``.
+        room_timeout: ``DS_CKPT_ROOM_TIMEOUT``, how long ``wait`` waits.
         resume_timeout: ``DS_CKPT_RESUME_TIMEOUT``, how long ranks wait while others verify or
             restore a checkpoint.
     """
@@ -48,6 +65,9 @@ class Settings:
     widen_modes: bool = True
     exchange_timeout: float = 120.0
     publish_timeout: float = 1800.0
+    max_lag: float | None = None
+    when_full: WhenFull = "warn"
+    room_timeout: float = 1800.0
     resume_timeout: float = 7200.0
 
     @classmethod
@@ -65,8 +85,23 @@ class Settings:
             widen_modes=environ.get("DS_CKPT_WIDEN_MODES", "").lower() not in ("0", "false", "no"),
             exchange_timeout=_seconds(environ, "DS_CKPT_TIMEOUT", cls.exchange_timeout),
             publish_timeout=_seconds(environ, "DS_CKPT_PUBLISH_TIMEOUT", cls.publish_timeout),
+            max_lag=_seconds(environ, "DS_CKPT_MAX_LAG", 0.0) or None,
+            when_full=when_full(environ.get("DS_CKPT_WHEN_FULL") or cls.when_full),
+            room_timeout=_seconds(environ, "DS_CKPT_ROOM_TIMEOUT", cls.room_timeout),
             resume_timeout=_seconds(environ, "DS_CKPT_RESUME_TIMEOUT", cls.resume_timeout),
         )
+
+
+def when_full(word: str) -> WhenFull:
+    """A policy by its name.
+
+    Raises:
+        SettingsError: there is none of that name.
+    """
+    for known in get_args(WhenFull):
+        if word == known:
+            return known  # type: ignore[no-any-return]
+    raise SettingsError(f"{word!r} is no policy for a full volume: {get_args(WhenFull)} are")
 
 
 def _run_id(text: str) -> str | None:
