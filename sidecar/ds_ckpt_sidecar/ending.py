@@ -218,7 +218,7 @@ class TrainerWatch:
         silent = now - self._moved_at
         if self.last is None and not self._newest:
             return ""
-        if self.last is not None and self.last.finished:
+        if self.last is not None and self.last.finished and not self.last.by_itself:
             return "finished" if self._seen or silent >= self._gone_seconds else ""
         return "gone" if silent >= self.patience else ""
 

@@ -197,13 +197,14 @@ def ended(volume: Path, end: str) -> TrainerStatus:
 def test_a_trainer_that_ends_by_an_exception_is_finished_and_says_by_which(tmp_path: Path) -> None:
     status = ended(tmp_path, "raise ValueError('loss is nan')")
     assert status.finished
+    assert status.by_itself
     assert status.error == "the trainer ended by ValueError: loss is nan"
     assert len(Volume(str(tmp_path)).manifests()) == 1, "what was still hashed came first"
 
 
 def test_a_trainer_that_forgets_finalize_is_finished(tmp_path: Path) -> None:
     status = ended(tmp_path, "")
-    assert (status.finished, status.error) == (True, None)
+    assert (status.finished, status.by_itself, status.error) == (True, True, None)
 
 
 @pytest.mark.parametrize(
@@ -244,3 +245,6 @@ def test_the_public_calls_need_no_engine(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(SettingsError, match="no tag 'x'"):
         ds_ckpt_hook.wait("x")
     ds_ckpt_hook.finalize(1)
+    status = Volume(str(tmp_path)).trainer_status()
+    assert status is not None
+    assert (status.finished, status.by_itself) == (True, False)

@@ -205,7 +205,7 @@ def test_a_store_that_was_never_reached_does_not_keep_it_for_ever_either(stage: 
     stage.at(21, lambda: stage.beat(finished=True))
     stage.play(2000)
     assert player.code == 1
-    assert "durable: unknown, the store has not been reached" in stage.said()
+    assert "durable: unknown: list '': the store is away" in stage.said()
 
 
 def test_a_trainer_that_is_told_to_end_at_the_same_time_may_save_once_more(stage: Stage) -> None:

@@ -499,4 +499,4 @@ def test_a_store_that_answers_nothing_does_not_keep_it_from_ending(
                 # One request alone would be waited for longer than this.
                 assert agent.end(signal.SIGTERM) == 1
             assert "A later start continues" in agent.output()
-    assert message.read_text().splitlines()[0] == "durable: unknown, the store has not been reached"
+    assert message.read_text().splitlines()[0] == "durable: unknown: the store has not answered yet"

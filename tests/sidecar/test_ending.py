@@ -157,12 +157,19 @@ def test_when_the_time_is_over_nothing_is_waited_for_any_more(clock: HandClock) 
 # ---- the trainer
 
 
-def said(*, finished: bool = False, attempt: str = "a", time: float | None = None) -> TrainerStatus:
+def said(
+    *,
+    finished: bool = False,
+    by_itself: bool = False,
+    attempt: str = "a",
+    time: float | None = None,
+) -> TrainerStatus:
     return TrainerStatus(
         run_id="run",
         attempt=attempt,
         time=float(next(_numbers)) if time is None else time,
         finished=finished,
+        by_itself=by_itself,
         nodes=["n"],
     )
 
@@ -253,6 +260,19 @@ def test_a_volume_on_which_nobody_has_been_is_waited_on_without_end(clock: HandC
     watch.look(None)
     clock.now += 100 * UNSEEN_SECONDS
     assert watch.look(None) == ""
+
+
+def test_one_whose_process_ended_by_itself_may_be_started_again(clock: HandClock) -> None:
+    watch = TrainerWatch(clock, 300.0)
+    assert watch.look(said()) == ""
+    clock.now += 5
+    left = said(finished=True, by_itself=True)
+    assert watch.look(left) == ""
+    assert not watch.lives, "no drain waits for it"
+    clock.now += 299
+    assert watch.look(left) == ""
+    clock.now += 2
+    assert watch.look(left) == "gone"
 
 
 def test_one_that_was_seen_to_beat_and_falls_silent_is_gone(clock: HandClock) -> None:

@@ -155,8 +155,11 @@ class Session:
         if self._beat is not None:
             self._beat.join()
 
-    def finish(self) -> None:
+    def finish(self, *, by_itself: bool = False) -> None:
         """Say, durably, that this trainer makes no further save; leaders only.
+
+        Args:
+            by_itself: its process ends, and nobody has said that training is over.
 
         Raises:
             OSError: it could not be written.
@@ -165,7 +168,8 @@ class Session:
             return
         self.stop_heartbeat()
         with self._lock:
-            self.volume.write_trainer_status(self._status(finished=True))
+            status = self._status(finished=True)
+            self.volume.write_trainer_status(status.model_copy(update={"by_itself": by_itself}))
             self._finished = True
 
     def _finish_at_exit(self) -> None:
@@ -176,7 +180,7 @@ class Session:
         if error is not None:
             self._error = f"the trainer ended by {type(error).__name__}: {error}"[:2000]
         try:
-            self.finish()
+            self.finish(by_itself=True)
         except OSError as failure:
             logger.warning("the end of training could not be noted: %s", failure)
 

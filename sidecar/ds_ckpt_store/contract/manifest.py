@@ -272,6 +272,8 @@ class TrainerStatus(Document):
 
     ``time`` is seconds since the epoch by the trainer's clock, and ``started`` when the attempt
     began on this node, by the same clock; ``nodes`` are the ids of all nodes of the attempt.
+    ``finished``: it makes no further save; ``by_itself``: because its process ended, by an
+    exception for instance, and nobody said that training is over.
     """
 
     run_id: Identifier
@@ -280,6 +282,7 @@ class TrainerStatus(Document):
     started: Annotated[float, Field(allow_inf_nan=False)] | None = None
     step: int | None = None
     finished: bool = False
+    by_itself: bool = False
     nodes: list[str] = []
     resumed_from: str | None = None
     error: str | None = None
