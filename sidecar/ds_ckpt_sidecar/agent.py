@@ -547,6 +547,8 @@ class Agent:
         self._began_hurried = self._is_hurried()
         passed, trouble = False, ""
         try:
+            syncer.discover()
+            self._tell(syncer)  # a call may hang from here on, and what was told must be true
             syncer.sync(pick=self._pick, check=self._check)
             self._refused = False
             self._failures.clear("pass")

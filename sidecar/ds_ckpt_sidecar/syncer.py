@@ -224,7 +224,7 @@ class Syncer:
     # ---- one pass
 
     def sync(self, *, pick: Callable[[list[Save]], Save], check: Callable[[], None]) -> None:
-        """One pass.
+        """One pass over what was discovered.
 
         In a hurry saves alone count: nothing is removed, neither here nor in the store, what
         others have left is looked at last, and what failed is tried again soon.
@@ -238,7 +238,6 @@ class Syncer:
             OwnershipError: another run holds the prefix; nothing of it was touched.
             StoreError: the lease could not be read or written.
         """
-        self._discover()
         trainer = self._trainer()
         if not self._own(trainer):
             self._reporter.error("")
@@ -303,9 +302,10 @@ class Syncer:
         if self.current is None:
             return
         with contextlib.suppress(OSError):
-            self._discover()
+            self.discover()
 
-    def _discover(self) -> None:
+    def discover(self) -> None:
+        """See what was handed over. Before each pass: what is told of it asks the store nothing."""
         found = self._outbox.scan()
         there = {entry.name for entry in found}
         for save_id, save in list(self._saves.items()):
@@ -414,7 +414,7 @@ class Syncer:
             self._attempt, self._released, self._swept = "", False, False
             self._newest_committed, self._looked_up = (0, "", ""), False
             self._newest_step = None
-            self._discover()
+            self.discover()
         self._run_id = run_id
 
     def _nodes_of(self, attempt: str, trainer: TrainerStatus | None) -> set[str]:
@@ -685,7 +685,7 @@ class Syncer:
         ):
             return
         # It may have saved between the look at the outbox and the one at what it says of itself.
-        self._discover()
+        self.discover()
         if self.unfinished():
             return
         self._catalog.own(

@@ -92,6 +92,18 @@ def test_a_prefix_of_another_run_is_the_reason_why_a_save_is_not_durable(
         assert "belongs to run" in stage.said()
 
 
+def test_a_save_is_not_called_durable_while_the_first_call_for_it_hangs(tmp_path: Path) -> None:
+    """The pod may be killed then, and what was told last is all that is left."""
+    with staged(tmp_path) as stage:
+        stage.agent()
+        stage.play(20)
+        assert stage.said().endswith("nothing to do: every save that was handed over is durable\n")
+        stage.call_seconds = 1000
+        stage.save("a", 300)
+        stage.play(30)
+        assert "not durable: a: discovered, 0 of 1 MiB are stored" in stage.said()
+
+
 def test_without_a_message_and_reports_nothing_happens() -> None:
     telling = Telling(None, None)
     telling.heard(save(1, 100), "no access")
