@@ -64,6 +64,7 @@ _CLOCK = f"{_OWN}/clock/"
 _REMEMBERED_ATTEMPTS = 1000
 _STEP = 2  # between two epochs: one is left for attempts that no sidecar saw while they ran
 _BEGAN_SLACK = 2.0  # seconds that a look at the store's clock may take
+_BEGAN_NOISE = _BEGAN_SLACK + 1.0  # seconds; stores tell their time in whole ones
 STALE_AFTER = 600.0
 HOLD_SECONDS = 3600
 MAX_HOLD_BYTES = 4096
@@ -749,10 +750,22 @@ def _is_earlier(attempt: str, began: float | None, owner: Owner) -> bool:
     Where nobody could tell, ids decide; they have the form of save ids.
     """
     newest = owner.began.get(owner.attempt)
-    if began is not None and newest is not None:
-        return began < newest
+    if _can_tell(began, newest):
+        return _precedes(attempt, began, owner.attempt, newest)
     formed = names.is_save_id(attempt) and names.is_save_id(owner.attempt)
     return formed and attempt < owner.attempt
+
+
+def _can_tell(began: float | None, other: float | None) -> bool:
+    """Whether these times are further apart than they may be wrong."""
+    return began is not None and other is not None and abs(began - other) > _BEGAN_NOISE
+
+
+def _precedes(attempt: str, began: float | None, other: str, other_began: float | None) -> bool:
+    """Whether one attempt came before another, by their times or else by their ids."""
+    if began is not None and other_began is not None and _can_tell(began, other_began):
+        return began < other_began
+    return attempt < other
 
 
 def _epoch_before(attempt: str, began: float | None, owner: Owner) -> int:
@@ -763,11 +776,7 @@ def _epoch_before(attempt: str, began: float | None, owner: Owner) -> int:
     before = [
         epoch
         for known, epoch in owner.attempts.items()
-        if (
-            owner.began[known] < began
-            if began is not None and known in owner.began
-            else known < attempt
-        )
+        if _precedes(known, owner.began.get(known), attempt, began)
     ]
     epochs = {*owner.attempts.values(), owner.epoch}
     passed = [epoch for epoch in before if epoch < owner.epoch]

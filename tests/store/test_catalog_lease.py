@@ -66,6 +66,16 @@ def test_an_attempt_on_a_slow_clock_is_the_newest_if_it_began_last(prefix: Prefi
     assert (passed.epoch, passed.newest) == (2, False)
 
 
+@pytest.mark.parametrize("age", [8.0, 10.0, 12.0])
+def test_attempts_that_began_at_nearly_the_same_time_are_told_apart_by_their_ids(
+    prefix: Prefix, age: float
+) -> None:
+    """A store tells whole seconds: what lies nearer proves nothing."""
+    first = prefix.catalog.own("run", prefix.attempt(1), NODE, age=lambda: 10.0)
+    second = prefix.another().own("run", prefix.attempt(2), OTHER, age=lambda: age)
+    assert second.epoch > first.epoch
+
+
 def test_an_attempt_on_a_fast_clock_is_not_the_newest_if_it_began_before(prefix: Prefix) -> None:
     """Nobody could register it while it ran: its node had lost the store."""
     prefix.catalog.own("run", prefix.attempt(0), NODE, age=lambda: 900.0)
