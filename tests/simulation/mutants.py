@@ -177,8 +177,8 @@ MUTANTS = (
     Mutant(
         "orders attempts by the clock of a machine",
         f"{STORE}/catalog.py",
-        "    if began is not None and newest is not None:\n        return began < newest\n",
-        "",
+        " abs(began - other) > _BEGAN_NOISE\n",
+        " False\n",
     ),
     Mutant(
         "believes the manifest's checksum",
