@@ -51,6 +51,7 @@ from ds_ckpt_store.contract.manifest import FRESH_SECONDS, DocumentT, SidecarSta
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import (
     CkptError,
+    CorruptionError,
     InputError,
     OwnershipError,
     PausedError,
@@ -368,7 +369,7 @@ class Agent:
             part_size=self._settings.part_bytes,
             clock=self._clock,
             keep_cached=self._settings.page_cache == "keep",
-            unlike=lambda _: self.tally.unlike(),
+            unlike=self._say_unlike,
         )
         lifecycle = Lifecycle(
             volume=self._volume,
@@ -644,8 +645,8 @@ class Agent:
             if noticed:
                 self._log.info(
                     "agent.noticed",
-                    reason="the pod is going to end: the newest save goes first, and nothing is "
-                    "removed",
+                    reason="the pod is going to end: the newest save goes first, and clearing up "
+                    "waits",
                 )
             else:
                 self._log.warning(
@@ -740,7 +741,7 @@ class Agent:
         self._beat("refused" if self._refused else "stopped", now=True)
         self._telling.refresh(syncer, self._in_the_way)
         self._telling.ended()
-        self._log.info("agent.stopped", left=len(left))
+        self._log.info("agent.stopped", left=len(left), not_stored=len(troubles))
         return 1 if left or troubles or gone or self._refused else 0
 
     # ---- small things
@@ -792,7 +793,7 @@ class Agent:
             "credentials_expiry": self._store.credentials_expiry(),
             "streams": self._budget.most,
             "bandwidth": self._budget.bandwidth,
-            "rate": self._rate.known if uploading else 0.0,
+            "rate": self._rate.current if uploading else 0.0,
             "unready": self._health.unready,
             "failures": max(failures, self._failed_passes),
         }
@@ -820,6 +821,13 @@ class Agent:
         self._reporter.error(
             f"no byte moved for {stall.seconds:.0f} s, {stall.requests} requests are under way"
         )
+
+    def _say_unlike(self, error: CorruptionError) -> None:
+        """From any thread: bytes arrived changed, and are sent again."""
+        self.tally.unlike()
+        kind = type(error).__name__
+        self._reporter.error(f"{error}; sent again", kind)
+        self._failures.warning("unlike", "transfer.changed", error=str(error), kind=kind)
 
     def _say_retry(self, retry: Retry) -> None:
         """From any thread: a call to the store will be made again."""

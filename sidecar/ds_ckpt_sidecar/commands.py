@@ -252,9 +252,7 @@ def status(
     Example: ds-ckpt status --volume /ckpt --watch
     """
     with errors():
-        if not os.path.isdir(volume):
-            raise InputError(f"the volume {volume} does not exist")
-        place = Volume(volume)
+        place = _volume(volume)
         if watch and as_json:
             raise InputError("--watch prints no JSON: repeat ds-ckpt status --json instead")
         if watch:
@@ -263,6 +261,20 @@ def status(
             render.emit_json(_status_document(place))
         else:
             render.print_status(_view(place))
+
+
+def _volume(path: str) -> Volume:
+    """The volume there.
+
+    Raises:
+        InputError: there is none, or its own folders are not what they should be.
+    """
+    if not os.path.isdir(path):
+        what = "is no folder" if os.path.lexists(path) else "does not exist"
+        raise InputError(f"the volume {path} {what}")
+    volume = Volume(path)
+    volume.refuse_links()
+    return volume
 
 
 def _status_document(place: Volume) -> dict[str, Any]:
@@ -314,9 +326,7 @@ def limit(
     Example: ds-ckpt limit --volume /ckpt --bandwidth 200MiB
     """
     with errors():
-        if not os.path.isdir(volume):
-            raise InputError(f"the volume {volume} does not exist")
-        place = Volume(volume)
+        place = _volume(volume)
         if not os.path.isdir(os.path.dirname(place.limits)):
             raise InputError(f"{volume} is no volume yet: neither trainer nor agent has used it")
         rate = check(LimitSettings, bandwidth=bandwidth).bandwidth

@@ -15,6 +15,7 @@ from ds_ckpt_sidecar import __version__, doctor, render
 from ds_ckpt_sidecar.console import URLS, AsJson, StallSeconds, app, errors, keep_apart
 from ds_ckpt_sidecar.doctor import Finding
 from ds_ckpt_sidecar.examine.users import ourselves
+from ds_ckpt_sidecar.observe.web import legible
 from ds_ckpt_sidecar.settings import check
 from ds_ckpt_store.contract.clock import SystemClock, system_random
 from ds_ckpt_store.contract.volume import Volume
@@ -154,9 +155,9 @@ def _show(found: list[Finding], *, as_json: bool) -> None:
         )
         return
     for each in found:
-        typer.echo(f"{each.severity:8} {each.what}: {each.sentence}")
+        typer.echo(legible(f"{each.severity:8} {each.what}: {each.sentence}"))
         if each.remedy:
-            typer.echo(f"{'':8}   do: {each.remedy}")
+            typer.echo(legible(f"{'':8}   do: {each.remedy}"))
     told = [
         f"{counts[level]} {level}{'' if counts[level] == 1 else 's'}"
         for level in ("error", "warning")

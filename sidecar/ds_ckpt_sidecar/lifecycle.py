@@ -45,7 +45,6 @@ from ds_ckpt_store.transfer.upload import LocalShard, Stored, Uploader
 DECIDED: frozenset[SaveState] = frozenset({"committed", "cleaned", "abandoned", "superseded"})
 _AS_HOPED = frozenset({"discovered", "uploading", "stored", "committed", "cleaned"})
 LONGEST_LOOK = 120.0  # seconds between two looks at receipts that count as waiting, at most
-RESTING: frozenset[SaveState] = frozenset({"quarantined", "held"})
 
 
 class SaveReporter(Protocol):

@@ -59,6 +59,15 @@ class Rate:
         """Bytes per second, as they were measured last; 0 if they never were."""
         return self._known or 0.0
 
+    @property
+    def current(self) -> float:
+        """Bytes per second of the last seconds; 0 while nothing moves, or nobody looks."""
+        now = self._clock.monotonic()
+        if not self._looks or now - self._looks[-1][0] > _PAUSE:
+            return 0.0
+        (began, before), (last, moved) = self._looks[0], self._looks[-1]
+        return (moved - before) / (last - began) if last - began >= _LEAST else self.known
+
     def seconds(self, save: Save) -> float:
         """In which a save would be stored; 0 as long as nothing was measured."""
         if self._known is None:

@@ -173,12 +173,12 @@ def status(view: View) -> Group:
         lines += [
             _text(
                 f"sidecar   {_state(view)}, seen {web.span(view.now - view.heartbeat)} ago, "
-                f"backlog {view.backlog_saves} saves / {decimal(view.backlog_bytes)}, "
-                f"free {decimal(view.free_bytes)}"
+                f"backlog {web.counted(view.backlog_saves, 'save')} / "
+                f"{decimal(view.backlog_bytes)}, free {decimal(view.free_bytes)}"
             ),
             _text(f"to        {said['destination'] or '(not connected yet)'}"),
             _text(f"durable   {view.newest.tag if view.newest else 'none yet'}"),
-            _text(f"lag       {web.span(view.lag_seconds)}"),
+            _text(f"lag       {web.lag(view)}"),
         ]
         for name in ("unready", "error", "remedy"):
             if said[name]:
@@ -187,10 +187,11 @@ def status(view: View) -> Group:
     if trainer is None:
         lines.append(_text("trainer   never seen on this volume"))
     else:
+        step = "unknown" if trainer["step"] is None else trainer["step"]
         lines.append(
             _text(
                 f"trainer   {view.trainer_state}, run {trainer['run_id']!r}, "
-                f"step {trainer['step']}, seen {web.span(view.trainer_silent_seconds)} ago"
+                f"step {step}, seen {web.span(view.trainer_silent_seconds)} ago"
             )
         )
         if trainer["error"]:
@@ -211,7 +212,7 @@ def _saves(saves: list[dict[str, Any]]) -> Table:
         nodes = ", ".join(node[:8] for node in save["waiting_for"])
         left = save["left_seconds"]
         table.add_row(
-            _text(save["tag"]),
+            _text(save["tag"] or save["save_id"]),
             save["state"],
             _done(save),
             "" if left is None else web.span(left),

@@ -20,7 +20,7 @@ from ds_ckpt_sidecar.agent import Agent
 from ds_ckpt_sidecar.observe.log import Growing, Log, make_log
 from ds_ckpt_sidecar.observe.termination import TerminationMessage, compose, default_path
 from ds_ckpt_sidecar.priority import stand_back
-from ds_ckpt_sidecar.settings import AgentSettings
+from ds_ckpt_sidecar.settings import AgentSettings, misspelt
 from ds_ckpt_sidecar.telling import Reports
 from ds_ckpt_store.contract.clock import SystemClock
 from ds_ckpt_store.contract.filesystem import Filesystem
@@ -48,6 +48,8 @@ def run_agent(settings: AgentSettings, *, once: bool) -> int:
         CkptError, OSError: it cannot begin, or cannot go on.
     """
     log = make_log(settings.log_format)
+    for variable, setting in misspelt(os.environ).items():
+        log.warning("setting.unknown", variable=variable, reason=f"did you mean {setting}?")
     volume = Volume(settings.volume, Filesystem())
     if settings.priority == "low":
         stand_back(log)  # before any thread begins: each inherits it
@@ -140,9 +142,9 @@ class Examiner:
 
     def _say(self, findings: list[doctor.Finding]) -> None:
         for found in doctor.that_matter(findings):
-            self._log.warning(
+            say = self._log.error if found.severity == "error" else self._log.warning
+            say(
                 "doctor.found",
-                severity=found.severity,
                 what=found.what,
                 reason=found.sentence,
                 remedy=found.remedy,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 from decimal import Decimal
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -26,12 +28,13 @@ from ds_ckpt_store.stores import STALL_SECONDS
 from ds_ckpt_store.transfer.budget import STREAMS
 from ds_ckpt_store.transfer.plan import MIB
 
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 StallSeconds = Annotated[
     float,
     Field(ge=1, le=3600, description="a request on which nothing moves for so long is given up"),
 ]
 DEFAULT_MEMORY_MIB = 32
+_ALIKE = 0.9  # of two names: one or two letters
 _NUMBER = re.compile(r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?")
 _WITH_UNIT = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*(?P<unit>[a-zA-Z]+)")
 
@@ -95,6 +98,12 @@ def _is_no_typo(value: int) -> int:
     return value
 
 
+def _in_one_line(value: str) -> str:
+    if not value.isprintable():
+        raise ValueError(f"{value!r} has a line break, or what else cannot be printed")
+    return value
+
+
 Rate = Annotated[Bandwidth, BeforeValidator(_rate)]
 VolumeLimit = Annotated[
     int, Field(ge=0, lt=1 << 63), AfterValidator(_is_no_typo), BeforeValidator(_limit)
@@ -109,7 +118,9 @@ class AgentSettings(BaseSettings):
     volume: Annotated[str, Field(description="the folder that trainer and sidecar share")]
     destination: Annotated[str, Field(description="s3://, gs://, az://, file:///folder, ...")]
     run_id: Annotated[
-        str, Field(description="the run; default: what the trainer on this volume says")
+        str,
+        Field(description="the run; default: what the trainer on this volume says", max_length=256),
+        AfterValidator(_in_one_line),
     ] = ""
     keep_last: Annotated[
         int | None, Field(ge=1, description="keep the last N in the store; default: keep all")
@@ -239,5 +250,30 @@ def check(kind: type[SettingsT], **given: Any) -> SettingsT:
         for item in error.errors(include_url=False):
             name = ".".join(str(part) for part in item["loc"])
             option = "--" + name.replace("_", "-")
-            sentences.append(f"{option} (or DS_CKPT_{name.upper()}): {item['msg']}")
+            if item["type"] == "missing":
+                what = "is missing: set it"
+            elif item["type"] == "value_error":
+                what = str(item["ctx"]["error"])
+            else:
+                what = f"{item['input']!r} cannot be: {item['msg'][0].lower()}{item['msg'][1:]}"
+            sentences.append(f"{option} (or DS_CKPT_{name.upper()}): {what}")
         raise SettingsError("; ".join(sentences)) from None
+
+
+def misspelt(variables: Iterable[str]) -> dict[str, str]:
+    """Variables that look like a setting of the agent's and are none, each with that setting.
+
+    What begins like one and resembles none may be the trainer's, or of a newer version.
+
+    Args:
+        variables: names of the environment.
+    """
+    known = [f"DS_CKPT_{name.upper()}" for name in AgentSettings.model_fields]
+    found = {}
+    for variable in sorted(variables):
+        if not variable.startswith("DS_CKPT_") or variable in known:
+            continue
+        near = difflib.get_close_matches(variable, known, n=1, cutoff=_ALIKE)
+        if near:
+            found[variable] = near[0]
+    return found

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from ds_ckpt_sidecar.journal import Journal
-from ds_ckpt_sidecar.lifecycle import DECIDED, RESTING, Lifecycle, Save
+from ds_ckpt_sidecar.lifecycle import DECIDED, Lifecycle, Save
 from ds_ckpt_sidecar.local import LocalFiles
 from ds_ckpt_sidecar.observe.log import Growing, Log
 from ds_ckpt_sidecar.observe.report import AgentState, Reporter
@@ -24,6 +24,7 @@ from ds_ckpt_store.catalog import Catalog, Lease
 from ds_ckpt_store.contract import access, names
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.manifest import (
+    RESTING,
     NodeManifest,
     Restored,
     SaveState,

@@ -27,6 +27,12 @@ _MEND = (
 )
 
 
+_OVER = (
+    "what to do: these saves are lost, and no start of the agent changes that; resume from what is "
+    "durable"
+)
+
+
 class Reports(Protocol):
     """Where a cluster hears of it; :class:`ds_ckpt_sidecar.observe.kubernetes.PodReporter`."""
 
@@ -59,6 +65,7 @@ class Telling:
         self._refused: frozenset[str] = frozenset()
         self._warned = False
         self._in_trouble = False
+        self._may_come = True
         self._write()
 
     def heard(self, save: Save, error: str) -> None:
@@ -86,7 +93,8 @@ class Telling:
         elif trouble:
             self._durable = f"{_UNKNOWN}: {trouble}"
         self.not_durable = tuple(syncer.not_durable(trouble))
-        self._in_trouble = bool(trouble or syncer.trouble or syncer.troubles())
+        self._in_trouble = bool(trouble or syncer.trouble or syncer.refused())
+        self._may_come = bool(self._in_trouble or syncer.unfinished())
         self._write()
         refused = syncer.refused()
         if self._reports is not None:
@@ -115,7 +123,7 @@ class Telling:
 
     def _write(self, why: str = "") -> None:
         if self._message is not None:
-            advice = _MEND if self._in_trouble else _LEFT
+            advice = _MEND if self._in_trouble else _LEFT if self._may_come else _OVER
             if not self.not_durable:
                 advice = _DONE
             if self._durable.startswith(_UNKNOWN) and not self.not_durable:

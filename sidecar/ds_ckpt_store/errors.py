@@ -22,6 +22,7 @@
     |   |   `-- AmbiguousError     the write may have been applied, or may be applied later
     |   |-- AccessError            credentials missing, wrong, expired, or not allowed
     |   |   `-- IdentityError      missing, wrong or expired: the store does not know who asks
+    |   |       `-- SkewedClockError  a signature of another time: this machine's clock is wrong
     |   `-- RefusedError           the store cannot do this at all (no bucket, bad request)
     |-- OwnershipError             another run holds the prefix
     |-- WeakStoreError             the store lacks what the protocol needs
@@ -150,6 +151,10 @@ class AccessError(StoreError):
 
 class IdentityError(AccessError):
     """The store does not know who asks: credentials are missing, wrong or expired."""
+
+
+class SkewedClockError(IdentityError):
+    """The store refuses requests that are signed with the time of this machine's clock."""
 
 
 class RefusedError(StoreError):

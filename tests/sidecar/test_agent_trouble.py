@@ -303,6 +303,9 @@ def test_bytes_that_change_on_their_way_are_sent_again(world: World, trainer: Tr
     assert world.once(trainer.volume.path) == 0
     world.check_whole()
     assert world.states() == {"t": "committed"}
+    told = world.log.of("transfer.changed")
+    assert told, "nobody would look for what changes bytes on their way"
+    assert told[0]["kind"] == "CorruptionError"
 
 
 def test_a_store_whose_head_forgets_an_object_is_not_believed(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,14 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from ds_ckpt_sidecar.commands import app
+from ds_ckpt_sidecar.settings import misspelt
 from ds_ckpt_store.contract.clock import SystemClock
 from ds_ckpt_store.contract.manifest import SaveStatus, SidecarStatus, TransferLimits
 from ds_ckpt_store.contract.volume import Volume
 from tests.sidecar.handoff import Trainer
 from tests.sidecar.world import contents
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -252,6 +256,22 @@ def test_restore_to_nowhere_is_wrong_use(filled: Filled, tmp_path: Path) -> None
 # ---- status
 
 
+@pytest.mark.parametrize("command", ["status", "limit"])
+def test_a_volume_that_is_a_file_is_not_said_to_be_missing(tmp_path: Path, command: str) -> None:
+    (tmp_path / "file").touch()
+    result = run(command, "--volume", str(tmp_path / "file"))
+    assert result.exit_code == 2
+    assert "is no folder" in result.stderr
+
+
+def test_a_volume_whose_outbox_is_a_file_is_not_said_to_be_empty(tmp_path: Path) -> None:
+    (tmp_path / ".ds_ckpt").mkdir()
+    (tmp_path / ".ds_ckpt/outbox").touch()
+    result = run("status", "--volume", str(tmp_path))
+    assert result.exit_code == 2
+    assert "must be a folder of its own" in result.stderr
+
+
 def test_status_shows_sidecar_trainer_and_saves(filled: Filled) -> None:
     volume = filled.trainer.volume.path
     filled.trainer.say()
@@ -349,6 +369,31 @@ def test_what_the_agent_lacks_is_named_with_its_variable(tmp_path: Path) -> None
     assert result.exit_code == 2
     for name in ("--volume", "DS_CKPT_VOLUME", "--destination", "DS_CKPT_DESTINATION"):
         assert name in result.stderr
+    assert "(or DS_CKPT_VOLUME): is missing: set it" in result.stderr
+
+
+def test_a_setting_is_refused_with_its_value_and_in_plain_words(tmp_path: Path) -> None:
+    volume = ["--volume", str(tmp_path), "--destination", tmp_path.as_uri()]
+    told = run("agent", *volume, DS_CKPT_PART_MIB="1").stderr
+    assert "(or DS_CKPT_PART_MIB): '1' cannot be: input should be greater than or equal" in told
+    assert "(or DS_CKPT_BANDWIDTH): 'fast' is no bandwidth" in (
+        run("agent", *volume, DS_CKPT_BANDWIDTH="fast").stderr
+    )
+
+
+def test_a_variable_that_resembles_a_setting_is_told(filled: Filled) -> None:
+    result = run("agent", *filled.agent("--once"), DS_CKPT_KEEPLAST="1", DS_CKPT_WHEN_FULL="wait")
+    assert result.exit_code == 0
+    assert "variable=DS_CKPT_KEEPLAST" in result.stderr
+    assert "did you mean DS_CKPT_KEEP_LAST?" in result.stderr
+    assert "WHEN_FULL" not in result.stderr
+
+
+def test_no_name_of_the_documents_is_taken_for_a_misspelt_one() -> None:
+    texts = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    written = set(re.findall("DS_CKPT_[A-Z0-9_]+", "".join(texts)))
+    assert len(written) > 50
+    assert misspelt(written) == {}
 
 
 @pytest.mark.parametrize(
@@ -360,6 +405,10 @@ def test_what_the_agent_lacks_is_named_with_its_variable(tmp_path: Path) -> None
         ("DS_CKPT_PART_MIB", "1"),
         ("DS_CKPT_ORDER", "sideways"),
         ("DS_CKPT_DRAIN_SECONDS", "-1"),
+        ("DS_CKPT_DRAIN_SECONDS", "inf"),
+        ("DS_CKPT_ABANDON_SECONDS", "nan"),
+        ("DS_CKPT_RUN_ID", "one\ntwo"),
+        ("DS_CKPT_RUN_ID", "r" * 257),
         ("DS_CKPT_RESCAN_SECONDS", "0"),
         ("DS_CKPT_LOG_FORMAT", "xml"),
         ("DS_CKPT_BANDWIDTH", "fast"),

@@ -426,3 +426,23 @@ def test_a_rate_is_of_late_and_a_pause_is_no_part_of_it(clock: HandClock) -> Non
     assert rate.seconds(fast) == 100 + COMMIT_SECONDS
     rate.forget()
     assert rate.seconds(fast) == 0.0
+
+
+def test_a_rate_that_is_shown_is_none_while_nothing_moves(clock: HandClock) -> None:
+    budget = Counted()
+    rate = Rate(budget, clock)  # type: ignore[arg-type]
+    assert rate.current == 0
+    for _ in range(20):
+        rate.look()
+        clock.now += 1
+        budget.moved += 1000
+    rate.look()
+    assert rate.current == 1000
+    for _ in range(12):  # the store takes nothing
+        clock.now += 1
+        rate.look()
+    assert rate.current == 0
+    assert rate.known > 0, "a guess goes by what was measured"
+    budget.moved += 1000
+    clock.now += 600  # nobody looks
+    assert rate.current == 0

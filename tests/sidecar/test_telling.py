@@ -104,6 +104,17 @@ def test_a_save_is_not_called_durable_while_the_first_call_for_it_hangs(tmp_path
         assert "not durable: a: discovered, 0 of 1 MiB are stored" in stage.said()
 
 
+def test_what_is_lost_is_not_promised_by_another_start(tmp_path: Path) -> None:
+    with staged(tmp_path) as stage:
+        lost = stage.save("a", 300)
+        stage.trainer.rewrite(lost, "x0", b"other bytes")
+        player = stage.agent(drain_seconds=2.0)
+        stage.at(20, player.agent.stop)
+        stage.play(40)
+        assert "a: superseded" in stage.said()
+        assert stage.said().splitlines()[-1].startswith("what to do: these saves are lost")
+
+
 def test_without_a_message_and_reports_nothing_happens() -> None:
     telling = Telling(None, None)
     telling.heard(save(1, 100), "no access")

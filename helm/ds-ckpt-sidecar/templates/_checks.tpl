@@ -41,6 +41,11 @@ says what to change, before a cluster sees it.
 {{- fail (printf "%s is %q: write bytes as Kubernetes does, for instance 512Mi, 10Gi or 10G" (first .) $text) -}}
 {{- end -}}
 {{- end -}}
+{{- with $values.volume.emptyDir.sizeLimit -}}
+{{- if lt (int64 (include "ds-ckpt-sidecar.bytes" .)) 1048576 -}}
+{{- fail (printf "volume.emptyDir.sizeLimit is %s bytes, which is too little for a volume: is a unit like Gi missing?" (include "ds-ckpt-sidecar.bytes" .)) -}}
+{{- end -}}
+{{- end -}}
 {{- range list (list "agent.bandwidth" $values.agent.bandwidth) (list "restore.bandwidth" $values.restore.bandwidth) -}}
 {{- $text := include "ds-ckpt-sidecar.scalar" (last . | default "") -}}
 {{- if not (regexMatch "^([0-9]+(\\.[0-9]+)? ?([kKMGTP]i?)?B?(/s)?|none)?$" $text) -}}
@@ -54,6 +59,36 @@ says what to change, before a cluster sees it.
 {{- end -}}
 {{- if regexMatch "(^|/)(\\.\\.?|)(/|$)" ($values.volume.subPath | default "x") -}}
 {{- fail (printf "volume.subPath is %q: write a path below the claim's root, for instance runs/one" $values.volume.subPath) -}}
+{{- end -}}
+{{- range list (list "sidecar.runAsUser" $values.sidecar.runAsUser) (list "sidecar.runAsGroup" $values.sidecar.runAsGroup) (list "volume.fsGroup" $values.volume.fsGroup) -}}
+{{- $text := include "ds-ckpt-sidecar.scalar" (ternary "" (last .) (kindIs "invalid" (last .))) -}}
+{{- if not (regexMatch "^(|0|[1-9][0-9]{0,9})$" $text) -}}
+{{- fail (printf "%s is %q: write a number, for instance 1000, which id NAME tells in the trainer's image" (first .) $text) -}}
+{{- end -}}
+{{- end -}}
+{{- range list (list "trainer.command" $values.trainer.command) (list "trainer.args" $values.trainer.args) -}}
+{{- if kindIs "string" (last .) -}}
+{{- fail (printf "%s is %q: write a list of words, as --set %s='{torchrun,train.py}' does" (first .) (last .) (first .)) -}}
+{{- end -}}
+{{- end -}}
+{{- $image := $values.image -}}
+{{- if regexMatch ":[^/]*$" $image.repository -}}
+{{- fail (printf "image.repository is %q, which has a tag: put that into image.tag" $image.repository) -}}
+{{- end -}}
+{{- if not (regexMatch "^(sha256:[0-9a-f]{64})?$" $image.digest) -}}
+{{- fail (printf "image.digest is %q: write sha256: and 64 hexadecimal digits, as podman inspect --format '{{.Digest}}' IMAGE shows it" $image.digest) -}}
+{{- end -}}
+{{- $interval := $values.monitoring.podMonitor.interval -}}
+{{- if not (regexMatch "^[1-9][0-9]*(ms|s|m|h)$" $interval) -}}
+{{- fail (printf "monitoring.podMonitor.interval is %q: write a time as Prometheus does, for instance 15s" $interval) -}}
+{{- end -}}
+{{- range list (list "runId" $values.runId) (list "restore.tag" $values.restore.tag) (list "destination" $values.destination) -}}
+{{- if regexMatch "[[:cntrl:]]" (last .) -}}
+{{- fail (printf "%s is %q: take the line break, or what else cannot be printed, out" (first .) (last .)) -}}
+{{- end -}}
+{{- end -}}
+{{- if regexMatch "(^|/)(\\.\\.?|)(/|$)" ($values.restore.tag | default "x") -}}
+{{- fail (printf "restore.tag is %q, which no checkpoint can have: write a tag as the trainer saved it, for instance global_step100" $values.restore.tag) -}}
 {{- end -}}
 {{- $names := list (list "volume.existingClaim" $values.volume.existingClaim) (list "credentials.secret" $values.credentials.secret) (list "credentials.files.secret" $values.credentials.files.secret) (list "serviceAccount.name" $values.serviceAccount.name) (list "fullnameOverride" $values.fullnameOverride) -}}
 {{- range $values.credentials.env -}}
@@ -85,6 +120,9 @@ says what to change, before a cluster sees it.
 {{- end -}}
 {{- if contains "$(" $url -}}
 {{- fail (printf "destination %s: Kubernetes would put a variable in place of $(...). Write it out, with helm's or your own means" $url) -}}
+{{- end -}}
+{{- if hasPrefix "memory:" $url -}}
+{{- fail (printf "destination %s is the sidecar's own memory, and ends with it: write s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder" $url) -}}
 {{- end -}}
 {{- if regexMatch "^(s3|gs|az):///" $url -}}
 {{- fail (printf "destination %s names no bucket: write it after two slashes, as %sbucket/prefix" $url (regexFind "^[a-z0-9]+://" $url)) -}}
@@ -377,6 +415,9 @@ says what to change, before a cluster sees it.
 {{- if not (regexMatch "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$" .) -}}
 {{- fail (printf "identity.azureClientId is %q: write the client's id, as 00000000-0000-0000-0000-000000000000" .) -}}
 {{- end -}}
+{{- end -}}
+{{- if and $identity.awsRoleArn $identity.gcpServiceAccount -}}
+{{- fail "identity.awsRoleArn and identity.gcpServiceAccount are both set, and a pod runs in one cloud: leave one of them out" -}}
 {{- end -}}
 {{- if and (not .Values.serviceAccount.create) (or $identity.awsRoleArn $identity.gcpServiceAccount $identity.azureClientId) -}}
 {{- fail "identity stands on the service account, and serviceAccount.create is false: annotate that account yourself and leave identity out (on Azure add azure.workload.identity/use: \"true\" to pod.labels), or let it be made" -}}

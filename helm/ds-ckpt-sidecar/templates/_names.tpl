@@ -95,10 +95,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end -}}
 {{- end -}}
 
-{{/* A command's words, each as text: --set makes numbers of some. */}}
+{{/* A command's words, each as text: --set makes numbers of some. One text alone is refused elsewhere. */}}
 {{- define "ds-ckpt-sidecar.words" -}}
 {{- $words := list -}}
-{{- range . -}}
+{{- range ternary (list) . (kindIs "string" .) -}}
 {{- $words = append $words (include "ds-ckpt-sidecar.scalar" .) -}}
 {{- end -}}
 {{- toYaml $words -}}

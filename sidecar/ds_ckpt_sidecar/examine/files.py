@@ -157,7 +157,7 @@ class Files:
             except InputError as error:
                 self._said.append(
                     Finding(
-                        "warning",
+                        "error",
                         path,
                         f"it is no manifest, so its save is not stored: {error}",
                         "find out what wrote it, and move it out of the outbox; if it was a save "

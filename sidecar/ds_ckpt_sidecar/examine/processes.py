@@ -6,14 +6,18 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from typing import TypeVar
 
 from ds_ckpt_sidecar.examine.finding import Finding, Severity
 from ds_ckpt_store.contract.clock import SystemClock
+from ds_ckpt_store.contract.manifest import RESTING
+from ds_ckpt_store.contract.names import is_save_id
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import InputError
 
 AHEAD_SECONDS = 5.0
+OVER = frozenset({"superseded", "abandoned"})
 
 StatusT = TypeVar("StatusT")
 
@@ -23,6 +27,7 @@ def look_at_processes(volume: Volume) -> Iterator[Finding]:
     now = SystemClock().time()
     alive = yield from _agent(volume, now)
     yield from _trainer(volume, now)
+    yield from _saves(volume)
     for path, who in (
         (volume.restore_lock, "a restore is at work on this volume"),
         (volume.cleaning_lock, "an agent removes saves, or a trainer chooses what to resume from"),
@@ -44,7 +49,7 @@ def _agent(volume: Volume, now: float) -> Generator[Finding, None, bool]:
     if status.last_error:
         said = f"{said}, and as its last error: {status.last_error}"
     if status.state == "stopped":
-        yield Finding("ok", what, said)
+        yield Finding("warning" if status.last_error else "ok", what, said)
         return False
     if status.is_silent(now):
         yield Finding(
@@ -80,6 +85,24 @@ def _trainer(volume: Volume, now: float) -> Iterator[Finding]:
         yield Finding("warning", what, f"{said}, and said: {status.error}", "do what it says")
     else:
         yield Finding("ok", what, said)
+
+
+def _saves(volume: Volume) -> Iterator[Finding]:
+    """Saves that will not become durable by themselves: those that rest, a newest that is over."""
+    files = sorted(name for name in volume.fs.names(volume.status) if is_save_id(name[:-5]))
+    for name in reversed(files):
+        save = _read(partial(volume.save_status, name[: -len(".json")]))
+        if (
+            save is None or not save.tag
+        ):  # what is no manifest is said by whoever looks at the files
+            continue
+        what, said = f"save {save.save_id}", f"tag {save.tag!r} is {save.state}: {save.reason}"
+        if save.state in RESTING:
+            remedy = "do what the reason says; its shards stay on the volume until then"
+            yield Finding("error", what, said, remedy)
+        elif save.state in OVER and name == files[-1]:
+            remedy = "save again: until that is durable, a resume takes an older checkpoint"
+            yield Finding("warning", what, said, remedy)
 
 
 def _read(read: Callable[[], StatusT | None]) -> StatusT | None:

@@ -28,6 +28,8 @@ _REMEDIES = {
     "remove folders only when they are durable",
     "ShardUnreadableError": "let the agent read the trainer's files: the same user, or a common "
     "group; ds-ckpt doctor names the file",
+    "SkewedClockError": "this node's clock is wrong, and the store refuses what is signed by it: "
+    "set it (NTP); the credentials are not at fault",
     "ThrottledError": "the store asks for less: fewer streams, or a higher quota",
     "TransientError": f"the call is made again; {_STORE}",
     "UnknownSchemaError": "the trainer's hook is newer than the agent: upgrade the agent; the save "

@@ -94,7 +94,9 @@ class View:
         now: for which this holds, seconds since the epoch.
         alive: the agent's heartbeat is fresh, and it has not stopped.
         saves: those on the volume and those that left it of late, the newest first.
-        lag_seconds: 0 if every save is durable.
+        lag_seconds: 0 if no save waits to become durable.
+        lost_saves: that are newer than the newest durable one, and will not become durable by
+            themselves.
         save_interval_seconds: median between the last saves; 0 if there were fewer than three.
         waiting_seconds: longest wait of a save for other nodes.
         limit_bytes: that the volume may hold before the pod is evicted; 0 if only its disk counts.
@@ -114,6 +116,7 @@ class View:
     epoch: int
     saves: tuple[SaveView, ...]
     lag_seconds: float
+    lost_saves: int
     exposure_seconds: float
     exposure_steps: int | None
     save_interval_seconds: float
@@ -181,6 +184,7 @@ def look(
         epoch=said.epoch,
         saves=tuple(views),
         lag_seconds=max((save.age_seconds for save in unfinished), default=0.0),
+        lost_saves=_lost(views, newest),
         exposure_seconds=seconds,
         exposure_steps=steps,
         save_interval_seconds=_interval(views),
@@ -306,6 +310,11 @@ def _newest(
         return None
     saved, tag, save_id, step = found
     return Newest(tag, save_id, saved, step, max(0.0, now - saved))
+
+
+def _lost(saves: Iterable[SaveView], newest: Newest | None) -> int:
+    after = newest.save_id if newest is not None else ""
+    return sum(not (save.durable or save.open) and save.save_id > after for save in saves)
 
 
 def _exposure(

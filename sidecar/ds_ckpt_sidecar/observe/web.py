@@ -85,6 +85,24 @@ def headline(view: View) -> str:
     return f"{lost} would be lost."
 
 
+def lag(view: View) -> str:
+    """How long what was saved has been waiting to become durable, and what will not."""
+    waits = ""
+    if view.backlog_saves:
+        waits = f"{span(view.lag_seconds)}: {counted(view.backlog_saves, 'save')} not durable yet"
+    lost = ""
+    if view.lost_saves:
+        lost = f"{counted(view.lost_saves, 'save')} will not become durable by " + (
+            "itself" if view.lost_saves == 1 else "themselves"
+        )
+    return "; ".join(part for part in (waits, lost) if part) or "none: every save is durable"
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 save``, ``2 saves``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def span(seconds: float | None) -> str:
     """A length of time for people, in its two largest units."""
     if seconds is None or not math.isfinite(seconds):
@@ -124,6 +142,7 @@ def page(view: View) -> str:
         view=_legible(document(shown)),
         headline=headline(view),
         level=_level(view),
+        lag=lag(view),
         rest=rest.most_common(),
         refresh=REFRESH_SECONDS,
     )
@@ -131,7 +150,7 @@ def page(view: View) -> str:
 
 def _level(view: View) -> str:
     """How bad it is: ``bad``, ``late`` or ``well``."""
-    if not ready(view) or view.error:
+    if not ready(view) or view.error or view.lost_saves:
         return "bad"
     interval = view.save_interval_seconds
     return "late" if interval and view.lag_seconds > 3 * interval else "well"
@@ -145,7 +164,7 @@ def _template() -> Template:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(span=span, moment=moment)
+    environment.filters.update(span=span, moment=moment, counted=counted)
     source = resources.files(__package__).joinpath("status.html").read_text(encoding="utf-8")
     return environment.from_string(source)
 

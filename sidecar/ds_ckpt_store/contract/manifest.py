@@ -85,6 +85,8 @@ SaveState = Literal[
     "failed",
     "held",
 ]
+RESTING: frozenset[SaveState] = frozenset({"quarantined", "held"})
+"""States in which a save stays until a person mends something."""
 
 
 class Document(BaseModel):

@@ -74,6 +74,14 @@ SENTENCES: list[tuple[Values, str]] = [
         "destination file:///mnt/store/../x: write the folder without . and ..",
     ),
     (
+        set_to("destination", "memory://x"),
+        "destination memory://x is the sidecar's own memory, and ends with it: write s3://",
+    ),
+    (
+        set_to("destination", "s3://bucket/x\ny"),
+        'destination is "s3://bucket/x\\ny": take the line break, or what else cannot be printed',
+    ),
+    (
         set_to("destination", "az://container/x"),
         "destination az://container/x names a container, and nothing names its account: set "
         "storeEnv.AZURE_STORAGE_ACCOUNT, or name a secret in credentials that holds "
@@ -381,6 +389,56 @@ SENTENCES: list[tuple[Values, str]] = [
         set_to("enabled", True),
         "enabled is for a chart that has this one as a dependency with a condition: take it out",
     ),
+    # forms
+    (
+        set_to("image.repository", "registry:5000/ds-ckpt-sidecar:0.1.0"),
+        'image.repository is "registry:5000/ds-ckpt-sidecar:0.1.0", which has a tag: put that into '
+        "image.tag",
+    ),
+    (
+        set_to("image.digest", "sha256:abc"),
+        'image.digest is "sha256:abc": write sha256: and 64 hexadecimal digits, as podman inspect',
+    ),
+    (
+        set_to("volume.emptyDir.sizeLimit", 10),
+        "volume.emptyDir.sizeLimit is 10 bytes, which is too little for a volume: is a unit like "
+        "Gi missing?",
+    ),
+    (
+        set_to("sidecar.runAsUser", "me"),
+        'sidecar.runAsUser is "me": write a number, for instance 1000, which id NAME tells',
+    ),
+    (set_to("sidecar.runAsGroup", "1e3"), 'sidecar.runAsGroup is "1e3": write a number'),
+    (set_to("volume.fsGroup", "users"), 'volume.fsGroup is "users": write a number'),
+    (
+        set_to("trainer.command", "torchrun train.py"),
+        'trainer.command is "torchrun train.py": write a list of words, as --set '
+        "trainer.command='{torchrun,train.py}' does",
+    ),
+    (set_to("trainer.args", "--fast"), 'trainer.args is "--fast": write a list of words'),
+    (
+        set_to("monitoring.podMonitor.interval", "often"),
+        'monitoring.podMonitor.interval is "often": write a time as Prometheus does, for instance '
+        "15s",
+    ),
+    (
+        set_to("runId", "one\ntwo"),
+        'runId is "one\\ntwo": take the line break, or what else cannot be printed, out',
+    ),
+    (
+        set_to("restore.tag", "../../x"),
+        'restore.tag is "../../x", which no checkpoint can have: write a tag as the trainer saved',
+    ),
+    (
+        set_to(
+            "identity",
+            {
+                "awsRoleArn": "arn:aws:iam::123456789012:role/x",
+                "gcpServiceAccount": "a@b.iam.gserviceaccount.com",
+            },
+        ),
+        "identity.awsRoleArn and identity.gcpServiceAccount are both set, and a pod runs in one",
+    ),
 ]
 
 # Wherever a credential may stand, whatever it is called.
@@ -467,7 +525,6 @@ BY_SCHEMA: list[tuple[str, Any, str]] = [
     ("workload.restartPolicy", "Always", "OnFailure"),
     ("workload.podReplacementPolicy", "Later", "TerminatingOrFailed"),
     ("trainer.imagePullPolicy", "Sometimes", "IfNotPresent"),
-    ("trainer.command", "torchrun train.py", "array"),
     ("trainer.args", [{"steps": 1}], "string"),
     ("trainer.env", {"A": "b"}, "array"),
     ("trainer.env", [{"name": "A", "value": 1}], "string"),
@@ -482,15 +539,12 @@ BY_SCHEMA: list[tuple[str, Any, str]] = [
     ("agent.allowWeakStore", "yes", "boolean"),
     ("storeEnv", {"DS-CKPT": "x"}, "A-Za-z_"),
     ("volume.emptyDir.medium", "RAM", "Memory"),
-    ("volume.fsGroup", "users", "0-9"),
     ("credentials.env", [{"name": "A", "value": "b"}], "value"),
     ("credentials.env", [{"name": "A", "secret": "b"}], "key"),
-    ("image.digest", "sha256:abc", "sha256:"),
     ("image.repository", "", "1"),
     ("image.pullPolicy", "IfMissing", "IfNotPresent"),
     ("imagePullSecrets", ["registry"], "object"),
     ("sidecar.port", 80, "24"),
-    ("sidecar.runAsUser", "me", "0-9"),
     ("sidecar.native", "yes", "boolean"),
     ("sidecar.resources.requests.cpu", "1 core", "0-9"),
     ("sidecar.startup.periodSeconds", 0, "1"),
@@ -499,7 +553,6 @@ BY_SCHEMA: list[tuple[str, Any, str]] = [
     ("pod.tolerations", {}, "array"),
     ("restore.enabled", "no", "boolean"),
     ("kubernetesReports.enabled", "on", "boolean"),
-    ("monitoring.podMonitor.interval", "often", "ms"),
 ]
 
 # What a template reads without asking whether it is there.

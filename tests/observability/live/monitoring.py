@@ -31,11 +31,15 @@ def program(name: str) -> str:
     return str(found)
 
 
+_given: set[int] = set()  # ports, of which nobody may listen yet
+
+
 def port_to_listen_on() -> int:
-    """A free port that no connection going out will be given before somebody listens there."""
+    """A free port that nobody else here, nor a connection going out, is given meanwhile."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    while (port := free_ports(1, system_random())[0]) >= first:
+    while (port := free_ports(1, system_random())[0]) >= first or port in _given:
         pass
+    _given.add(port)
     return port
 
 

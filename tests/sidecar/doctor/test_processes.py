@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 
 from ds_ckpt_sidecar.doctor import Finding, check_processes
 from ds_ckpt_store.contract.clock import SystemClock
-from ds_ckpt_store.contract.manifest import SidecarStatus, TrainerStatus
+from ds_ckpt_store.contract.manifest import SaveState, SaveStatus, SidecarStatus, TrainerStatus
+from ds_ckpt_store.contract.names import new_save_id
 from tests.sidecar.doctor.support import (
     only,
 )
@@ -35,6 +37,7 @@ def test_what_agent_and_trainer_last_said_is_told(trainer: Trainer) -> None:
 
     assert say(1, "running").severity == "ok"
     assert say(5000, "stopped").severity == "ok"
+    assert say(5000, "stopped", "no bucket").severity == "warning"
     silent = say(5000, "running")
     assert (silent.severity, "nothing since" in silent.sentence) == ("warning", True)
     assert say(100, "running").severity == "warning"
@@ -66,3 +69,29 @@ def test_a_lock_that_is_held_is_told_and_one_that_is_only_there_is_not(
         lock = trainer.volume.fs.try_lock(path)
         assert lock is not None, "the look keeps no lock"
         os.close(lock)
+
+
+def test_saves_that_will_not_become_durable_are_told(trainer: Trainer) -> None:
+    place, now = trainer.volume, SystemClock().time()
+    trainer.say()
+
+    def say(number: int, state: SaveState, tag: str = "") -> str:
+        save_id = new_save_id(number, random.Random(number))
+        status = SaveStatus(
+            save_id=save_id, tag=tag or f"step{number}", state=state, reason="a reason", time=now
+        )
+        place.write_save_status(status)
+        return f"save {save_id}"
+
+    def told() -> list[tuple[str, str]]:
+        found = [each for each in check_processes(place) if each.what.startswith("save ")]
+        assert all("a reason" in each.sentence and each.remedy for each in found)
+        return [(each.severity, each.what) for each in found]
+
+    held = say(1, "held")
+    assert told() == [("error", held)]
+    lost = say(2, "superseded")
+    assert told() == [("warning", lost), ("error", held)]
+    bad = say(3, "quarantined")
+    say(4, "committed")
+    assert told() == [("error", bad), ("error", held)]

@@ -194,10 +194,10 @@ def test_a_manifest_of_a_newer_hook_is_an_error_that_names_the_upgrade(trainer: 
     assert "as new as the hook" in error.remedy
 
 
-def test_a_file_in_the_outbox_that_is_no_manifest_is_a_warning(trainer: Trainer) -> None:
+def test_a_file_in_the_outbox_that_is_no_manifest_is_an_error(trainer: Trainer) -> None:
     (Path(trainer.volume.outbox) / "x.json").write_text("{")
     share(trainer)
-    assert "no manifest" in only(seen(trainer.volume.path), "warning").sentence
+    assert "no manifest" in only(seen(trainer.volume.path), "error").sentence
 
 
 @pytest.mark.parametrize("above", [False, True])

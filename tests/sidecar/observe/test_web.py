@@ -12,7 +12,16 @@ from rich.console import Console
 
 from ds_ckpt_sidecar import render
 from ds_ckpt_sidecar.observe.view import View, look
-from ds_ckpt_sidecar.observe.web import MOST_LISTED, MOST_SAVES, Web, document, headline, page, span
+from ds_ckpt_sidecar.observe.web import (
+    MOST_LISTED,
+    MOST_SAVES,
+    Web,
+    document,
+    headline,
+    lag,
+    page,
+    span,
+)
 from ds_ckpt_store.contract.manifest import SaveState, SaveStatus, SidecarStatus, TrainerStatus
 
 NOW = 1_800_000_000.0
@@ -193,3 +202,36 @@ def test_a_length_of_time_for_people(seconds: float | None, text: str) -> None:
 def test_a_page_that_nobody_looks_at_costs_no_template_engine() -> None:
     code = "import sys, ds_ckpt_sidecar.observe.web; sys.exit('jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_save_that_is_lost_is_not_passed_over_in_silence() -> None:
+    older, newer = save(1, "superseded"), save(9, "superseded")
+    newest = {
+        "newest_committed_save": f"{5:020d}",
+        "newest_committed_tag": "step5",
+        "newest_committed_ms": 1,
+    }
+    assert lag(look(agent(**newest), trainer(), [older], NOW)) == "none: every save is durable"
+    view = look(agent(**newest), trainer(), [older, newer], NOW)
+    html, values = shown(view)
+    assert values["lost_saves"] == 1
+    assert "1 save will not become durable by itself" in html
+    assert "every save is durable" not in html
+    assert "var(--bad)" in html.partition("border-left")[2][:40]
+    waiting = look(agent(**newest), trainer(), [newer, save(8), save(7, "quarantined")], NOW)
+    assert lag(waiting) == (
+        "1 min: 1 save not durable yet; 2 saves will not become durable by themselves"
+    )
+
+
+def test_what_is_counted_reads_well() -> None:
+    saves = [save(1, "quarantined", tag="")]
+    view = look(agent(refused_manifests=1, backlog_saves=1), trainer(step=None), saves, NOW)
+    html, _ = shown(view)
+    assert "1 manifest in the outbox" in html
+    assert "idle,\nno limit" in html
+    out = io.StringIO()
+    Console(file=out, width=200).print(render.status(view))
+    assert "step unknown, seen" in out.getvalue()
+    assert f"{1:020d}" in out.getvalue()
+    assert "backlog 0 saves" in out.getvalue()

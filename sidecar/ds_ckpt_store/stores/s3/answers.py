@@ -15,6 +15,7 @@ from ds_ckpt_store.errors import (
     NotFoundError,
     PreconditionError,
     RefusedError,
+    SkewedClockError,
     StoreError,
     ThrottledError,
     TransientError,
@@ -27,14 +28,13 @@ _EXPIRED_REMEDY = (
 )
 # Answers after which other credentials may be there: whoever set the wrong ones may correct them.
 RENEWED = ("InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch")
-_UNKNOWN = (*RENEWED, "RequestTimeTooSkewed")
 REMEDIES = {
     **dict.fromkeys(_EXPIRED, _EXPIRED_REMEDY),
     "NoCredentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give the pod a role",
     "InvalidAccessKeyId": "check AWS_ACCESS_KEY_ID and the endpoint",
     "SignatureDoesNotMatch": "check AWS_SECRET_ACCESS_KEY and the region",
     "InvalidToken": "renew the credentials",
-    "RequestTimeTooSkewed": "set this machine's clock",
+    "RequestTimeTooSkewed": "set this node's clock (NTP)",
     "InvalidObjectState": "the object is archived: restore it in S3 first (s3:RestoreObject)",
     "AccessDenied": (
         "allow s3:GetObject, PutObject, DeleteObject, ListBucket, AbortMultipartUpload, "
@@ -70,7 +70,9 @@ def kind_of(code: str, status: int, write: bool) -> type[StoreError]:
         return ExpiredError
     if code in ("InvalidObjectState", "NoSuchBucket"):
         return RefusedError
-    if code in _UNKNOWN or status == 401:
+    if code == "RequestTimeTooSkewed":
+        return SkewedClockError
+    if code in RENEWED or status == 401:
         return IdentityError
     if code in REMEDIES:
         return AccessError
