@@ -57,6 +57,7 @@ from ds_ckpt_store.errors import (
     PausedError,
     SettingsError,
     StoreError,
+    TransientError,
     WeakStoreError,
 )
 from ds_ckpt_store.stores.port import Store
@@ -810,17 +811,16 @@ class Agent:
         self._log.warning("outbox.unwatched", reason=sentence)
 
     def _warn_stall(self, stall: Stall) -> None:
+        requests = f"{stall.requests} request{'' if stall.requests == 1 else 's'} under way"
+        still = f"no byte moved for {stall.seconds:.0f} s, with {requests}"
         self._log.warning(
             "transfer.stalled",
             requests=stall.requests,
             seconds=round(stall.seconds),
-            reason=f"no byte moved for {stall.seconds:.0f} s while {stall.requests} requests are "
-            "under way; each is given up by its own timeout and made again: look at the network "
-            "and the store",
+            reason=f"{still}; each is given up by its own timeout and made again: look at the "
+            "network and the store",
         )
-        self._reporter.error(
-            f"no byte moved for {stall.seconds:.0f} s, {stall.requests} requests are under way"
-        )
+        self._reporter.error(still, TransientError.__name__)
 
     def _say_unlike(self, error: CorruptionError) -> None:
         """From any thread: bytes arrived changed, and are sent again."""
