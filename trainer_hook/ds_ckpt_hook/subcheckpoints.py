@@ -94,7 +94,7 @@ def save(
 
     Raises:
         SubcheckpointError: it is not complete, for what any rank met; the same on all ranks.
-        ExchangeError: not every rank called it.
+        ExchangeError: not every rank called it, or the ranks talk no longer; nothing was saved.
     """
     hook = _hook()
     with contextlib.ExitStack() as stack:
@@ -145,7 +145,7 @@ def load(engine: Any, reader: Opener, *, tag: object = None) -> dict[str, Any]:
         SubcheckpointError: it cannot be loaded, for what any rank met; the same on all ranks. It
             says if the engine was touched.
         AgreementError: the ranks read different checkpoints; nothing was touched.
-        ExchangeError: not every rank called it.
+        ExchangeError: not every rank called it, or the ranks talk no longer.
     """
     hook = _hook()
     rank, patience = hook.exchange.rank, hook.settings.resume_timeout
@@ -171,11 +171,11 @@ def load(engine: Any, reader: Opener, *, tag: object = None) -> dict[str, Any]:
         loaded, _ = _together(
             hook,
             "loaded",
-            lambda: engine.load_checkpoint(folder, _FOLDER)[1],
+            lambda: dict(engine.load_checkpoint(folder, _FOLDER)[1][_CLIENT_STATE]),
             otherwise="the engine may be loaded in part: start all ranks anew",
             timeout=patience,
         )
-    return dict(loaded[_CLIENT_STATE])
+    return loaded
 
 
 # ---- what both begin with
@@ -338,26 +338,28 @@ class _StandIn:
         if self.error is not None:
             return
         about, file = self._about, os.path.relpath(path, f"{self._folder}/{_FOLDER}")
+        key = file
         try:
             role, key = identify(file, about.ranks, about.topology)
             if role == "model" and about.topology.zero_stage < 3 and about.ranks.dp > 0:
-                return  # with node-local storage, each node's first rank has been asked for it
+                return  # with node-local storage, each node's first rank is asked for it
             with self._writer(replace(about, key=key, role=role)) as stream:
                 summed = _Summed(stream)
                 _torch_save(state_dict, summed)
-            self.entries.append(
-                Entry(
-                    key=key,
-                    role=role,
-                    file=file,
-                    rank=self._rank,
-                    size=summed.size,
-                    crc32c=to_hex(summed.crc32c),
-                )
-            )
         except Exception as error:  # noqa: BLE001 - raised when DeepSpeed is done
-            self.error = SubcheckpointError(f"{file} could not be written: {reason_of(error)}")
+            self.error = SubcheckpointError(f"{key}: {reason_of(error)}")
             self.error.__cause__ = error
+            return
+        self.entries.append(
+            Entry(
+                key=key,
+                role=role,
+                file=file,
+                rank=self._rank,
+                size=summed.size,
+                crc32c=to_hex(summed.crc32c),
+            )
+        )
 
 
 class _Summed:

@@ -187,8 +187,8 @@ def locate(engine: Any) -> tuple[Ranks, Topology]:
         tp_size=engine.mp_world_size // stages,
         pp_size=stages,
         ep_sizes=tuple(dist.get_world_size(experts[name]) for name in names),
-        experts=tuple(engine.num_experts) if engine.has_moe_layers else (),
-        stages=tuple(engine.module.parts) if is_pipeline else (),
+        experts=tuple(map(int, engine.num_experts)) if engine.has_moe_layers else (),
+        stages=tuple(map(int, engine.module.parts)) if is_pipeline else (),
         zero_stage=int(engine.zero_optimization_stage()),
         precision="bf16" if bf16 else "fp16" if fp16 else "fp32",
     )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
+import io
+import os
 import re
 import sys
 import tempfile
@@ -14,9 +17,10 @@ from typing import IO, Any
 from ds_ckpt_hook import subcheckpoints
 from ds_ckpt_hook.errors import HookError
 from ds_ckpt_hook.subcheckpoints import Subcheckpoint
-from tests.hook.workers.common import Reporter, leave, start
+from tests.hook.workers.common import Reporter, start
 
 WIDTH = 16
+BF16 = {"enabled": True}
 folder = Path(sys.argv[1])
 deepspeed = start()
 rank = deepspeed.comm.get_rank()
@@ -67,10 +71,8 @@ class Store:
     @contextlib.contextmanager
     def reader(self, sub: Subcheckpoint) -> Iterator[IO[bytes]]:
         self.asked.append(sub.key)
-        with tempfile.SpooledMemoryFile() as file:
-            file.write(self.spoil(sub, self.path(sub).read_bytes()))
-            file.seek(0)
-            yield file  # type: ignore[misc]
+        with io.BytesIO(self.spoil(sub, self.path(sub).read_bytes())) as file:
+            yield file
 
 
 def config(stage: int, **more: Any) -> dict[str, Any]:
@@ -125,9 +127,7 @@ def pipeline(seed: int, stage: int) -> Any:
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     more = {"gradient_accumulation_steps": 2}
-    return deepspeed.initialize(
-        model=model, optimizer=optimizer, config=config(stage, **more)
-    )[0]
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config(stage, **more))[0]
 
 
 def step(engine: Any, width: int = WIDTH) -> str:
@@ -179,12 +179,14 @@ def resumes(label: str, make: Callable[[int], Any]) -> Any:
     losses = [step(first), step(first)]
     second = make(1)
     loaded = subcheckpoints.load(second, store.reader, tag=label)
+    dist.barrier()
     report(
         label=label,
         written=written,
         read=store.asked,
         largest=store.largest,
         beside=sorted(store.beside),
+        left=os.listdir(tempfile.gettempdir()),
         is_back=is_back,
         client_state={**loaded, "tensor": loaded["tensor"].tolist()},
         losses=losses,
@@ -262,12 +264,12 @@ def faults(first: Any) -> None:
     escape = in_index(b'"file":"mp_rank', b'"file":"../mp_rank')
     try_load("a name leads elsewhere", everywhere(escape))
 
-    class Lost(Exception):
+    class GoneError(Exception):
         pass
 
     def lose(sub: Subcheckpoint, data: bytes) -> bytes:
         if (rank, sub.role) == (0, "optimizer"):
-            raise Lost("the object is gone")
+            raise GoneError("the object is gone")
         return data
 
     try_load("a reader raises", lose)
@@ -309,35 +311,42 @@ def peak_of(call: Callable[[], Any]) -> int:
 
 
 def memory() -> None:
-    """What a save and a load take, beside what they take of DeepSpeed alone."""
+    """What a save and a load take, beside the size of this rank's part."""
     width = 3000
-    first = dense(0, 1, width)
-    step(first, width)
-    own, pieces = str(folder / "own"), folder / "large"
-
-    def path(sub: Subcheckpoint) -> Path:
-        return pieces / sub.key
-
+    first, second = dense(0, 1, width), dense(1, 1, width)
+    step(first, width), step(second, width)
+    pieces = folder / "large"
     pieces.mkdir(exist_ok=True)
-    saves = {
-        "own": peak_of(lambda: first.save_checkpoint(own, "large")),
-        "ours": peak_of(lambda: subcheckpoints.save(first, lambda sub: open(path(sub), "wb"))),
-    }
-    loads = {
-        "own": peak_of(lambda: first.load_checkpoint(own, "large")),
-        "ours": peak_of(lambda: subcheckpoints.load(first, lambda sub: open(path(sub), "rb"))),
-    }
-    size = sum(each.stat().st_size for each in pieces.glob(f"*dp{rank}"))
-    report(label="memory", saves=saves, loads=loads, size=size)
+
+    def opener(mode: str) -> Callable[[Subcheckpoint], IO[bytes]]:
+        return lambda sub: (pieces / sub.key).open(mode)  # type: ignore[return-value]
+
+    saving = peak_of(lambda: subcheckpoints.save(first, opener("wb")))
+    loading = peak_of(lambda: subcheckpoints.load(second, opener("rb")))
+    part = (pieces / f"optimizer-pp0-tp0-dp{rank}").stat().st_size
+    report(label="memory", saving=saving / part, loading=loading / part)
 
 
-one = resumes("zero1", lambda seed: dense(seed, 1))
+def death() -> None:
+    """A rank dies while it writes; the other says so, and there is no index."""
+    first, store = pipeline(0, 1), Store()
+
+    def die(sub: Subcheckpoint) -> bool:
+        if (rank, sub.role) == (1, "optimizer"):
+            os._exit(0)
+        return False
+
+    store.refuse = die
+    error = error_of(lambda: subcheckpoints.save(first, store.writer, tag="death"))
+    report(label="death", error=error, asked=store.asked)
+
+
+one = resumes("zero1", functools.partial(dense, stage=1))
 beside(one)
 for stage in (0, 2, 3):
-    resumes(f"zero{stage}", lambda seed, stage=stage: dense(seed, stage))
+    resumes(f"zero{stage}", functools.partial(dense, stage=stage))
 for stage in (0, 1, 3):
-    more = {"bf16": {"enabled": True}}
-    resumes(f"bf16 zero{stage}", lambda seed, stage=stage: dense(seed, stage, **more))
+    resumes(f"bf16 zero{stage}", functools.partial(dense, stage=stage, bf16=BF16))
 trained = dense(0, 1)
 step(trained), step(trained)
 faults(trained)
@@ -346,7 +355,8 @@ step(reference), step(reference)
 report(label="reference", at=[step(reference), step(reference)])
 memory()
 for stage in (0, 1):
-    resumes(f"moe zero{stage}", lambda seed, stage=stage: moe(seed, stage))
+    resumes(f"moe zero{stage}", functools.partial(moe, stage=stage))
 for stage in (0, 1):
-    resumes(f"pipeline zero{stage}", lambda seed, stage=stage: pipeline(seed, stage))
-leave(deepspeed)
+    resumes(f"pipeline zero{stage}", functools.partial(pipeline, stage=stage))
+death()
+os._exit(0)
