@@ -94,7 +94,8 @@ def save(
 
     Raises:
         SubcheckpointError: it is not complete, for what any rank met; the same on all ranks.
-        ExchangeError: not every rank called it, or the ranks talk no longer; nothing was saved.
+        ExchangeError: not every rank called it, or one is gone, or the ranks talk no longer. It is
+            complete if it has an index.
     """
     hook = _hook()
     with contextlib.ExitStack() as stack:
@@ -116,10 +117,16 @@ def save(
             lambda written: written,
             otherwise=otherwise,
         )
+    index, _ = _together(
+        hook,
+        "complete",
+        lambda: _index_of(about, abouts, entries, hook.exchange.rank),
+        otherwise=otherwise,
+    )
     _together(
         hook,
         "index",
-        lambda: _write_index(writer, about, abouts, entries, hook.exchange.rank),
+        lambda: _write_index(writer, about, index, hook.exchange.rank),
         otherwise=otherwise,
         timeout=hook.settings.publish_timeout,
     )
@@ -232,7 +239,9 @@ def _clash(values: Sequence[object]) -> str:
 
 
 def _folder(stack: contextlib.ExitStack) -> str:
-    return stack.enter_context(tempfile.TemporaryDirectory(prefix="ds_ckpt_"))
+    return stack.enter_context(
+        tempfile.TemporaryDirectory(prefix="ds_ckpt_", ignore_cleanup_errors=True)
+    )
 
 
 def _about(
@@ -249,11 +258,11 @@ def _about(
         step=engine.global_steps,
         ranks=ranks,
         topology=topology,
-        client_state=client_state or {},
+        client_state=dict(client_state or {}),
     )
 
 
-def _index_of(tag: str | None, topology: Topology) -> Subcheckpoint:
+def _about_index(tag: str | None, topology: Topology) -> Subcheckpoint:
     first = Ranks(ep=(0,) * len(topology.ep_sizes))
     return Subcheckpoint("index", "index", tag, None, first, topology)
 
@@ -289,7 +298,7 @@ def _hand_over(
     engine.checkpoint_engine = stand_in
     try:
         engine.save_checkpoint(
-            folder, _FOLDER, {_CLIENT_STATE: dict(about.client_state)}, save_latest=False
+            folder, _FOLDER, {_CLIENT_STATE: about.client_state}, save_latest=False
         )
     finally:
         engine.checkpoint_engine = own
@@ -347,7 +356,7 @@ class _StandIn:
                 summed = _Summed(stream)
                 _torch_save(state_dict, summed)
         except Exception as error:  # noqa: BLE001 - raised when DeepSpeed is done
-            self.error = SubcheckpointError(f"{key}: {reason_of(error)}")
+            self.error = SubcheckpointError(f"{key} could not be written: {reason_of(error)}")
             self.error.__cause__ = error
             return
         self.entries.append(
@@ -399,14 +408,13 @@ def _torch_save(state: Any, file: _Summed) -> None:
         torch.save(state, file)
 
 
-def _write_index(
-    writer: Opener,
+def _index_of(
     about: Subcheckpoint,
     abouts: Sequence[Subcheckpoint],
     entries: Sequence[Sequence[Entry]],
     rank: int,
-) -> None:
-    """Look whether this rank could load what was written; global rank 0 then writes the index.
+) -> bytes:
+    """The index of what was written, if this rank can be loaded from it.
 
     Raises:
         ManifestError: what was written does not make a checkpoint.
@@ -420,9 +428,13 @@ def _write_index(
         entries=tuple(entry for written in entries for entry in written),
     ).to_bytes()
     parse(Index, data).needed_by(rank)
+    return data
+
+
+def _write_index(writer: Opener, about: Subcheckpoint, index: bytes, rank: int) -> None:
     if rank == 0:
-        with writer(_index_of(about.tag, about.topology)) as stream:
-            _Summed(stream).write(data)
+        with writer(_about_index(about.tag, about.topology)) as stream:
+            _Summed(stream).write(index)
 
 
 # ---- the way back
@@ -436,7 +448,7 @@ def _read_index(engine: Any, reader: Opener, tag: object, rank: int) -> Index:
         CkptError: it is damaged, or written by a newer version.
     """
     about = _about(engine, tag)
-    asked = _index_of(None if tag is None else str(tag), about.topology)
+    asked = _about_index(None if tag is None else str(tag), about.topology)
     data = b""
     try:
         with reader(asked) as stream:
@@ -463,11 +475,11 @@ def _read_index(engine: Any, reader: Opener, tag: object, rank: int) -> Index:
 
 def _fetch(index: Index, rank: int, reader: Opener, folder: str) -> None:
     """Read what this rank needs; empty files stand for the rest, whose names DeepSpeed counts."""
-    needed = index.needed_by(rank)
+    needed = {entry.key for entry in index.needed_by(rank)}
     os.mkdir(folder)
     for entry in index.entries:
         path = f"{folder}/{entry.file}"
-        if entry in needed:
+        if entry.key in needed:
             sub = Subcheckpoint(
                 key=entry.key,
                 role=entry.role,
@@ -479,7 +491,9 @@ def _fetch(index: Index, rank: int, reader: Opener, folder: str) -> None:
             try:
                 _fetch_one(entry, reader(sub), path)
             except Exception as error:
-                raise SubcheckpointError(f"{entry.key}: {reason_of(error)}") from error
+                raise SubcheckpointError(
+                    f"{entry.key} could not be read: {reason_of(error)} (it goes to {folder})"
+                ) from error
         else:
             open(path, "xb").close()
 

@@ -186,7 +186,7 @@ def resumes(label: str, make: Callable[[int], Any]) -> Any:
         read=store.asked,
         largest=store.largest,
         beside=sorted(store.beside),
-        left=os.listdir(tempfile.gettempdir()),
+        left=[each.name for each in Path(tempfile.gettempdir()).glob("ds_ckpt_*")],
         is_back=is_back,
         client_state={**loaded, "tensor": loaded["tensor"].tolist()},
         losses=losses,
@@ -215,6 +215,10 @@ def faults(first: Any) -> None:
     try_save("the index cannot be written")
     store.refuse = lambda _: False
     try_save("a client state cannot be pickled", client_state={"call": lambda: 0})
+    first.save_zero_checkpoint = rank == 0
+    try_save("nobody writes an optimizer")
+    first.save_zero_checkpoint = True
+    try_save("a client state is none", client_state=[1] if rank else {})
     try_save("tags differ", tag=f"rank{rank}")
     decoupled = rank == 1
     own = first.checkpoint_engine
@@ -319,7 +323,7 @@ def memory() -> None:
     pieces.mkdir(exist_ok=True)
 
     def opener(mode: str) -> Callable[[Subcheckpoint], IO[bytes]]:
-        return lambda sub: (pieces / sub.key).open(mode)  # type: ignore[return-value]
+        return lambda sub: (pieces / sub.key).open(mode)
 
     saving = peak_of(lambda: subcheckpoints.save(first, opener("wb")))
     loading = peak_of(lambda: subcheckpoints.load(second, opener("rb")))
