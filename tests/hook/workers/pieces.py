@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import hashlib
 import io
 import os
@@ -65,7 +66,7 @@ class Store:
                     return file.write(data[: max(1, len(data) // 2)])  # as a socket might
 
             yield Stream()  # type: ignore[misc]
-        self.beside |= {each.name for each in Path(tempfile.gettempdir()).rglob("*.pt")}
+        self.beside |= set(glob.glob(f"{tempfile.gettempdir()}/ds_ckpt_*/**/*.pt", recursive=True))
         Path(f"{path}.part").rename(path)
 
     @contextlib.contextmanager
@@ -186,7 +187,7 @@ def resumes(label: str, make: Callable[[int], Any]) -> Any:
         read=store.asked,
         largest=store.largest,
         beside=sorted(store.beside),
-        left=[each.name for each in Path(tempfile.gettempdir()).glob("ds_ckpt_*")],
+        left=glob.glob(f"{tempfile.gettempdir()}/ds_ckpt_*"),
         is_back=is_back,
         client_state={**loaded, "tensor": loaded["tensor"].tolist()},
         losses=losses,
