@@ -137,6 +137,10 @@ def test_a_rank_never_holds_a_second_copy_of_its_part(outcome: Outcome) -> None:
             "space left on the device of the test",
         ),
         (
+            "a writer keeps its error",
+            f"{INCOMPLETE}rank 1: {OPTIMIZERS[1]} could not be written: the writer kept an error ",
+        ),
+        (
             "the index cannot be written",
             f"{INCOMPLETE}rank 0: OSError: [Errno 28] No space left on the device of the test",
         ),
@@ -185,7 +189,7 @@ def test_after_a_writer_that_fails_no_index_is_written(outcome: Outcome) -> None
         ("bytes are missing", f"{NOT_LOADED}rank 1: {MODEL} could not be read: 3"),
         ("there are more bytes", f"{NOT_LOADED}rank 1: {MODEL} could not be read: 3"),
         ("a reader raises", f"{NOT_LOADED}rank 0: {OPTIMIZERS[0]} could not be read: GoneError: "),
-        ("there is no index", f"{NOT_LOADED}rank 0: there is no index, without which a save is "),
+        ("there is no index", f"{NOT_LOADED}rank 0: the index, without which a save is not "),
         ("the index is damaged", f"{NOT_LOADED}rank 1: Index was changed after it was written"),
         ("indexes differ", f"AgreementError: {AS_IT_WAS}the ranks read different indexes: "),
         ("it is another checkpoint", f"{NOT_LOADED}rank 0: the index is that of checkpoint 'x'"),

@@ -22,6 +22,7 @@ reads and checks all bytes, on all ranks, before DeepSpeed sees the first.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -352,9 +353,8 @@ class _StandIn:
             role, key = identify(file, about.ranks, about.topology)
             if role == "model" and about.topology.zero_stage < 3 and about.ranks.dp > 0:
                 return  # with node-local storage, each node's first rank is asked for it
-            with self._writer(replace(about, key=key, role=role)) as stream:
-                summed = _Summed(stream)
-                _torch_save(state_dict, summed)
+            opened = self._writer(replace(about, key=key, role=role))
+            summed = _send(opened, functools.partial(_torch_save, state_dict))
         except Exception as error:  # noqa: BLE001 - raised when DeepSpeed is done
             self.error = SubcheckpointError(f"{key} could not be written: {reason_of(error)}")
             self.error.__cause__ = error
@@ -401,6 +401,14 @@ class _Summed:
         """Nothing is kept back."""
 
 
+def _send(opened: AbstractContextManager[IO[bytes]], write: Callable[[_Summed], Any]) -> _Summed:
+    with opened as stream:
+        summed = _Summed(stream)
+        write(summed)
+        return summed
+    raise SubcheckpointError("the writer kept an error to itself")
+
+
 def _torch_save(state: Any, file: _Summed) -> None:
     import torch
 
@@ -433,8 +441,7 @@ def _index_of(
 
 def _write_index(writer: Opener, about: Subcheckpoint, index: bytes, rank: int) -> None:
     if rank == 0:
-        with writer(_about_index(about.tag, about.topology)) as stream:
-            _Summed(stream).write(index)
+        _send(writer(_about_index(about.tag, about.topology)), lambda file: file.write(index))
 
 
 # ---- the way back
@@ -456,7 +463,7 @@ def _read_index(engine: Any, reader: Opener, tag: object, rank: int) -> Index:
                 data += more
     except Exception as error:
         raise SubcheckpointError(
-            f"there is no index, without which a save is not complete: {reason_of(error)}"
+            f"the index, without which a save is not complete, cannot be read: {reason_of(error)}"
         ) from error
     index = parse(Index, data)
     if asked.tag not in (None, index.tag):
