@@ -45,6 +45,7 @@ KEYS: dict[str, tuple[list[str], list[str], list[str]]] = {
     ),
 }
 KEYS |= {f"bf16 {of}": KEYS[of] for of in ("zero0", "zero1", "zero3")}
+KEYS["fast zero1"] = KEYS["zero1"]  # DeepSpeed's fast engine, which all ranks write a model with
 INCOMPLETE = "SubcheckpointError: checkpoint 'faults' has no index, and is not complete: "
 NOT_SAVED = "SubcheckpointError: nothing was saved: "
 AS_IT_WAS = "nothing was loaded, and the engine is as it was: "

@@ -10,8 +10,8 @@
 
 DeepSpeed writes a checkpoint by its checkpoint engine, a public attribute that it reads at each
 call. For the length of one ``save_checkpoint`` a stand-in takes its place and streams each state
-dict to the user's writer; nothing else of DeepSpeed is touched. Global rank 0 writes the index
-last, through the same writer, so a set without one is not complete.
+dict to the user's writer; another loads. Nothing else of DeepSpeed is touched. Global rank 0 writes
+the index last, through the same writer, so a set without one is not complete.
 
 A rank that fails must not leave the others in DeepSpeed's own collectives, some of which wait for
 half an hour. So all ranks tell each other what they are about to do before DeepSpeed begins; the
@@ -25,7 +25,7 @@ import contextlib
 import functools
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import IO, Any, TypeAlias, TypeVar, cast
@@ -179,7 +179,7 @@ def load(engine: Any, reader: Opener, *, tag: object = None) -> dict[str, Any]:
         loaded, _ = _together(
             hook,
             "loaded",
-            lambda: dict(engine.load_checkpoint(folder, _FOLDER)[1][_CLIENT_STATE]),
+            lambda: _take_over(engine, folder),
             otherwise="the engine may be loaded in part: start all ranks anew",
             timeout=patience,
         )
@@ -287,6 +287,25 @@ def _refusal(engine: Any) -> str:
     return ""
 
 
+class _StandIn:
+    """In place of a checkpoint engine for the length of one call; what it lacks is the engine's."""
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    @contextlib.contextmanager
+    def instead_in(self, engine: Any) -> Iterator[None]:
+        """Stand in; the checkpoint engine is back when this is left."""
+        engine.checkpoint_engine = self
+        try:
+            yield
+        finally:
+            engine.checkpoint_engine = self._own
+
+
 # ---- the way out
 
 
@@ -294,36 +313,29 @@ def _hand_over(
     engine: Any, writer: Opener, about: Subcheckpoint, folder: str, rank: int
 ) -> list[Entry]:
     """Have DeepSpeed save, by way of a stand-in; returns what this rank wrote."""
-    own = engine.checkpoint_engine
-    stand_in = _StandIn(own, writer, about, folder, rank)
-    engine.checkpoint_engine = stand_in
-    try:
+    stand_in = _Saving(engine.checkpoint_engine, writer, about, folder, rank)
+    with stand_in.instead_in(engine):
         engine.save_checkpoint(
             folder, _FOLDER, {_CLIENT_STATE: about.client_state}, save_latest=False
         )
-    finally:
-        engine.checkpoint_engine = own
     if stand_in.error is not None:
         raise stand_in.error
     return stand_in.entries
 
 
-class _StandIn:
-    """The checkpoint engine for the length of one ``save_checkpoint``; the rest is its own's."""
+class _Saving(_StandIn):
+    """Streams to the writer what DeepSpeed would have written."""
 
     def __init__(
         self, own: Any, writer: Opener, about: Subcheckpoint, folder: str, rank: int
     ) -> None:
-        self._own = own
+        super().__init__(own)
         self._writer = writer
         self._about = about
         self._folder = folder
         self._rank = rank
         self.entries: list[Entry] = []
         self.error: SubcheckpointError | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
 
     def create(self, _info: object) -> None:
         """Nothing is to be prepared."""
@@ -522,3 +534,20 @@ def _fetch_one(entry: Entry, opened: AbstractContextManager[IO[bytes]], path: st
 
 def _read(size: int, entry: Entry) -> str:
     return "more were" if size > entry.size else f"{size} were"
+
+
+def _take_over(engine: Any, folder: str) -> dict[str, Any]:
+    """Have DeepSpeed load what was read; returns the client state."""
+    with _Loading(engine.checkpoint_engine).instead_in(engine):
+        _, state = engine.load_checkpoint(folder, _FOLDER)
+    return dict(state[_CLIENT_STATE])
+
+
+class _Loading(_StandIn):
+    """Reads as it was written, whatever the checkpoint engine that is configured can read."""
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """One sub-checkpoint; some states of an optimizer are objects, so it is unpickled."""
+        import torch
+
+        return torch.load(path, map_location=map_location, weights_only=False)

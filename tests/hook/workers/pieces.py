@@ -365,6 +365,9 @@ assert two.save_non_zero_checkpoint
 os.environ["LOCAL_RANK"] = str(rank)
 for stage in (0, 1, 3):
     resumes(f"bf16 zero{stage}", functools.partial(dense, stage=stage, bf16=BF16))
+os.environ.update(CROSS_SIZE="1", CROSS_RANK="0", LOCAL_SIZE="2")
+fast = {"writer": {"type": "python", "decoupled": False, "data_parallel": "replica"}}
+resumes("fast zero1", functools.partial(dense, stage=1, checkpoint=fast))
 trained = dense(0, 1)
 step(trained), step(trained)
 faults(trained)
