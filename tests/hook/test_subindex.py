@@ -26,7 +26,6 @@ ALONE = Topology(
     tp_size=1,
     pp_size=1,
     ep_sizes=(),
-    experts=(),
     stages=(),
     zero_stage=0,
     precision="fp32",
@@ -95,7 +94,7 @@ def test_ranks_that_share_experts_read_what_the_first_of_them_wrote() -> None:
         optimizer = f"expp_rank_{own.ep[0]}_mp_rank_00_optim_states.pt"
         return ["mp_rank_00_model_states.pt", expert, optimizer]
 
-    index = index_of(dataclasses.replace(ALONE, ep_sizes=(2,), experts=(2,)), ranks, files)
+    index = index_of(dataclasses.replace(ALONE, ep_sizes=(2,)), ranks, files)
     for rank, own in enumerate(ranks):
         assert needed(index, rank) == set(files(own))
 
@@ -107,7 +106,7 @@ def test_with_two_sizes_of_expert_parallelism_no_expert_is_left_out() -> None:
         layers = [f"layer_{n}_expert_{e}_mp_rank_00_model_states.pt" for n, e in enumerate(own.ep)]
         return ["mp_rank_00_model_states.pt", *layers]
 
-    topology = dataclasses.replace(ALONE, ep_sizes=(2, 4), experts=(2, 4))
+    topology = dataclasses.replace(ALONE, ep_sizes=(2, 4))
     index = index_of(topology, ranks, files)
     for rank, own in enumerate(ranks):
         assert needed(index, rank) >= set(files(own))

@@ -11,8 +11,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import IO, Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -55,7 +57,6 @@ class Topology:
         world_size: number of processes.
         dp_size, tp_size, pp_size: of data, tensor and pipeline parallelism.
         ep_sizes: sizes of expert parallelism in use.
-        experts: number of experts, of each layer that has any.
         stages: first layer of each stage of the pipeline, and the number of layers.
         zero_stage: 0 to 3.
         precision: that the model is trained in.
@@ -66,7 +67,6 @@ class Topology:
     tp_size: int
     pp_size: int
     ep_sizes: tuple[int, ...]
-    experts: tuple[int, ...]
     stages: tuple[int, ...]
     zero_stage: int
     precision: Precision
@@ -79,6 +79,35 @@ class Topology:
             for name in mine
             if mine[name] != theirs[name]
         ]
+
+
+@dataclass(frozen=True)
+class Subcheckpoint:
+    """One piece of a checkpoint, as a writer or a reader is asked for it.
+
+    A reader sees what the writer saw, but for ``client_state``.
+
+    Attributes:
+        key: names it within its checkpoint, in letters, digits and ``-``.
+        role: ``model``, ``optimizer``, ``layer`` (of a pipeline), ``expert``, or ``index``.
+        tag: of the checkpoint; None for an index that is loaded without a tag.
+        step: global step; None for the index.
+        ranks: where the rank that writes it stands; all 0 for the index.
+        topology: world sizes, ZeRO stage and precision of the engine.
+        client_state: what the user gave to :func:`ds_ckpt_hook.subcheckpoints.save`; empty on load.
+    """
+
+    key: str
+    role: Role
+    tag: str | None
+    step: int | None
+    ranks: Ranks
+    topology: Topology
+    client_state: Mapping[str, Any] = field(default_factory=dict)
+
+
+Opener: TypeAlias = Callable[[Subcheckpoint], AbstractContextManager[IO[bytes]]]
+"""A writer or a reader: a context manager that gives a binary stream."""
 
 
 class Entry(BaseModel):
@@ -187,7 +216,6 @@ def locate(engine: Any) -> tuple[Ranks, Topology]:
         tp_size=engine.mp_world_size // stages,
         pp_size=stages,
         ep_sizes=tuple(dist.get_world_size(experts[name]) for name in names),
-        experts=tuple(map(int, engine.num_experts)) if engine.has_moe_layers else (),
         stages=tuple(map(int, engine.module.parts)) if is_pipeline else (),
         zero_stage=int(engine.zero_optimization_stage()),
         precision="bf16" if bf16 else "fp16" if fp16 else "fp32",
