@@ -24,9 +24,15 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_ckpt_hook import feedback, resume, room, saving, sealing
+from ds_ckpt_hook import feedback, resume, room, saving, sealing, subcheckpoints
 from ds_ckpt_hook.core import Hook, Notice
-from ds_ckpt_hook.errors import AgreementError, ExchangeError, HookError, NotPublishedError
+from ds_ckpt_hook.errors import (
+    AgreementError,
+    ExchangeError,
+    HookError,
+    NotPublishedError,
+    SubcheckpointError,
+)
 from ds_ckpt_hook.feedback import Committed, FinalReport, Save, Standing, Status
 from ds_ckpt_hook.settings import CHECKED, Settings, WhenFull, when_full
 from ds_ckpt_store.errors import SettingsError
@@ -43,6 +49,7 @@ __all__ = [
     "Settings",
     "Standing",
     "Status",
+    "SubcheckpointError",
     "after_save",
     "agree_on_resume",
     "attach",
@@ -52,6 +59,7 @@ __all__ = [
     "on_notice",
     "ready_to_save",
     "status",
+    "subcheckpoints",
     "wait",
 ]
 

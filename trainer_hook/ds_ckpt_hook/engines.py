@@ -30,7 +30,7 @@ def refusal(engine: Any) -> str:
     name = type(writer).__name__
     if "Nebula" in name:
         return f"{name} leaves stubs where the shards should be: {REMEDY}"
-    if not _is_decoupled(writer):
+    if not is_decoupled(engine):
         return ""
     inherited = getattr(_base_of(writer), "get_commit_info", None)
     if getattr(type(writer), "get_commit_info", None) in (None, inherited):
@@ -38,10 +38,16 @@ def refusal(engine: Any) -> str:
     return ""
 
 
+def is_decoupled(engine: Any) -> bool:
+    """Whether files are still written when ``save_checkpoint`` has returned."""
+    asked = getattr(getattr(engine, "checkpoint_engine", None), "is_decoupled", None)
+    return bool(asked()) if callable(asked) else False
+
+
 def is_finished(engine: Any) -> bool:
     """Whether all files of the last save are in place; for engines that are not refused."""
     writer = getattr(engine, "checkpoint_engine", None)
-    return writer is None or not _is_decoupled(writer) or writer.get_commit_info() is None
+    return writer is None or not is_decoupled(engine) or writer.get_commit_info() is None
 
 
 def call_before_forward(engine: Any, look: Callable[[], bool]) -> None:
@@ -55,11 +61,6 @@ def call_before_forward(engine: Any, look: Callable[[], bool]) -> None:
     module = getattr(engine, "module", None)
     if module is not None and hasattr(module, "register_forward_pre_hook"):
         handle = module.register_forward_pre_hook(before)
-
-
-def _is_decoupled(writer: Any) -> bool:
-    asked = getattr(writer, "is_decoupled", None)
-    return bool(asked()) if callable(asked) else False
 
 
 def _base_of(writer: Any) -> type | None:

@@ -1,4 +1,4 @@
-"""What the hook can raise: only from ``agree_on_resume``, and elsewhere only with ``strict=True``.
+"""What the hook can raise: from ``agree_on_resume`` and ``subcheckpoints``, else with ``strict``.
 
 ::
 
@@ -6,6 +6,7 @@
     `-- HookError
         |-- ExchangeError        the ranks could not talk, or were not doing the same thing
         |-- NotPublishedError    a save will not be uploaded; says which ranks, and why
+        |-- SubcheckpointError   sub-checkpoints were not saved or loaded; says which ranks, and why
         `-- AgreementError       no checkpoint could be agreed on safely: do not start training
 """
 
@@ -24,6 +25,10 @@ class ExchangeError(HookError):
 
 class NotPublishedError(HookError):
     """A save will not be uploaded."""
+
+
+class SubcheckpointError(HookError):
+    """The sub-checkpoints of an engine were not saved whole, or were not loaded."""
 
 
 class AgreementError(HookError):

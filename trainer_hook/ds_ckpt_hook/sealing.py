@@ -63,7 +63,7 @@ def attach(engine: Any, seals: Seals, fs: Filesystem, *, keep_zip_sums: bool) ->
         path = call.arguments.get("path")
         if not isinstance(path, (str, os.PathLike)):
             return original(*args, **kwargs)
-        with _SummedFile(os.fspath(path)) as file, _zip_sums(keep=keep_zip_sums):
+        with _SummedFile(os.fspath(path)) as file, zip_sums(keep=keep_zip_sums):
             call.arguments["path"] = file
             result = original(*call.args, **call.kwargs)
         if (state := fs.stat(file.path)) is not None and state.size == file.size:
@@ -115,7 +115,7 @@ class _SummedFile:
 
 
 @contextlib.contextmanager
-def _zip_sums(*, keep: bool) -> Iterator[None]:
+def zip_sums(*, keep: bool) -> Iterator[None]:
     """torch's switch is one for the whole process, and not in every torch."""
     import torch
 

@@ -48,7 +48,7 @@ class Settings:
             ``0`` leaves them as the trainer made them: the sidecar must be the trainer's user.
         exchange_timeout: ``DS_CKPT_TIMEOUT``, how long a rank waits for the others in one exchange.
         publish_timeout: ``DS_CKPT_PUBLISH_TIMEOUT``, how long a node waits in the background for
-            the checksums of its ranks.
+            the checksums of its ranks, and ranks for the index of sub-checkpoints.
         max_lag: ``DS_CKPT_MAX_LAG``, warn when a save is not durable after so many seconds; None:
             never.
         when_full: ``DS_CKPT_WHEN_FULL``, what :func:`ds_ckpt_hook.ready_to_save` does where the
