@@ -47,7 +47,7 @@ from ds_ckpt_sidecar.usage import Usage
 from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.contract import access
 from ds_ckpt_store.contract.clock import Clock, SystemClock, system_random
-from ds_ckpt_store.contract.manifest import FRESH_SECONDS, DocumentT, SidecarStatus
+from ds_ckpt_store.contract.manifest import FRESH_SECONDS, RECOVERY, DocumentT, SidecarStatus
 from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import (
     CkptError,
@@ -588,7 +588,8 @@ class Agent:
             left, current = self._ending.seconds_left(), self._need_syncer().current
             return first_in_hurry(saves, self._rate, left, current)
         choose = max if self._settings.order == "newest" else min
-        return choose(saves, key=lambda save: save.save_id)
+        urgent = [save for save in saves if save.manifest.kind == RECOVERY]
+        return choose(urgent or saves, key=lambda save: save.save_id)
 
     def _check(self) -> None:
         """Called between parts and steps: signs of life, limits, lease, and whether to stop."""
@@ -601,7 +602,8 @@ class Agent:
         if now >= self._tell_due:
             self._tell_due = now + TELL_SECONDS
             self._tell(syncer)
-        if now >= self._find_due:
+        found = now >= self._find_due
+        if found:
             self._find_due = now + self._settings.rescan_seconds
             syncer.find()
         try:
@@ -613,7 +615,7 @@ class Agent:
         if self._ending.over:
             self._budget.cut()
             raise PausedError(OVER)
-        if self._is_hurried():
+        if self._is_hurried() or (found and syncer.has_urgent()):
             self._make_way(syncer)
 
     def _make_way(self, syncer: Syncer) -> None:

@@ -24,6 +24,7 @@ from ds_ckpt_store.catalog import Catalog, Lease
 from ds_ckpt_store.contract import access, names
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.manifest import (
+    RECOVERY,
     RESTING,
     NodeManifest,
     Restored,
@@ -182,6 +183,11 @@ class Syncer:
     def failures(self) -> int:
         """How often in a row the save that fares worst has failed."""
         return max((s.tries for s in self.unfinished() if not s.waiting_for), default=0)
+
+    def has_urgent(self) -> bool:
+        """Whether a save of a trainer that is about to end waits for another one."""
+        waits = [s for s in self.unfinished() if s.manifest.kind == RECOVERY and not s.waiting_for]
+        return bool(waits) and self.current not in waits
 
     def must_make_way(self, pick: Callable[[list[Save]], Save]) -> bool:
         """Whether another save than the one under way is to go first now.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ class Meeting:
         self.parties = parties
         self.said: list[Any] = [None] * parties
         self.barrier = threading.Barrier(parties)
+        self.asked: list[list[bool]] = [[] for _ in range(parties)]
 
 
 class ThreadExchange:
@@ -50,6 +52,21 @@ class ThreadExchange:
             raise ExchangeError(f"{step}: not every rank came") from None
         return values_of(answers)
 
+    def ask_any(self, yes: bool) -> Callable[[], bool]:
+        meeting = self._meeting
+        meeting.asked[self.rank].append(yes)
+        number = len(meeting.asked[self.rank])
+
+        def answer() -> bool:
+            deadline = time.monotonic() + 5
+            while any(len(each) < number for each in meeting.asked):
+                if time.monotonic() > deadline:
+                    raise ExchangeError("not every rank asked")
+                time.sleep(0.001)
+            return any(each[number - 1] for each in meeting.asked)
+
+        return answer
+
 
 class Engine:
     """Writes what ZeRO-1 writes with node-local storage: model and own optimizer shard."""
@@ -67,7 +84,10 @@ class Engine:
         name = f"zero_pp_rank_{self.rank}_mp_rank_00_optim_states.pt"
         return os.path.join(save_dir, tag, name)
 
-    def save_checkpoint(self, save_dir: Path, tag: str, content: str = "") -> None:
+    def save_checkpoint(
+        self, save_dir: str | os.PathLike[str], tag: str, content: str = "", **_: Any
+    ) -> None:
+        save_dir = Path(save_dir)
         (save_dir / tag).mkdir(parents=True, exist_ok=True)
         body = content or f"{tag} at step {self.global_steps}"
         if self.save_non_zero_checkpoint:

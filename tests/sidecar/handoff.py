@@ -64,6 +64,7 @@ class Trainer:
         step: int | None = None,
         root: str = ".",
         pin: bool = False,
+        kind: str = "checkpoint",
         parent: str | None = None,
         destination: str | None = None,
         protection: Protection = "hardlink",
@@ -84,6 +85,7 @@ class Trainer:
             step: as DeepSpeed counts.
             root: save_dir relative to the volume.
             pin: protected from retention.
+            kind: why it was made.
             parent: the save that was resumed from.
             destination: where the trainer asks to upload to.
             protection: anything but ``hardlink`` leaves out the links.
@@ -113,6 +115,7 @@ class Trainer:
             time_ms=time_ms,
             step=step,
             pin=pin,
+            kind=kind,
             parent=parent,
             nodes=list(nodes) if nodes is not None else [self.node],
             node=self.node,

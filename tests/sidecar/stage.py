@@ -199,10 +199,11 @@ class Stage:
         process.start(main)
         return player
 
-    def save(self, tag: str, size: int, shards: int = 1) -> NodeManifest:
+    def save(self, tag: str, size: int, shards: int = 1, kind: str = "checkpoint") -> NodeManifest:
         """The trainer hands a save over, of equal shards; the agent sees it at its next look."""
         with self._on_stage():
-            return self.trainer.save(tag, {f"x{number}": size for number in range(shards)})
+            files = {f"x{number}": size for number in range(shards)}
+            return self.trainer.save(tag, files, kind=kind)
 
     def beat(self, *, finished: bool = False) -> None:
         """The trainer shows that it lives, or says that it has finished."""

@@ -70,6 +70,19 @@ def test_a_new_save_that_does_not_fit_waits_until_the_older_one_that_does_is_sto
     assert "not durable: huge: uploading" in stage.said()
 
 
+def test_a_recovery_save_goes_first_without_any_notice(stage: Stage) -> None:
+    """The trainer knows first that it is to end; the sidecar is told when the trainer has ended."""
+    stage.save("old", 6000)
+    stage.save("older than the last", 300)
+    stage.agent()
+    stage.at(10, lambda: stage.save("last words", 900, kind="recovery"))
+    stage.play(55)
+    assert stage.committed() == ["last words"], "what was under way for 10 s makes way"
+    stage.play(120)
+    assert stage.order() == ["last words", "old", "older than the last"]
+    assert stage.sent <= 7200 + 1500, "and goes on where it was"
+
+
 def test_of_two_that_do_not_fit_the_nearer_one_is_tried_all_the_same(stage: Stage) -> None:
     """What is left of the grace is a guess, and a network may become faster."""
     stage.save("large", 4000)

@@ -34,6 +34,7 @@ from ds_ckpt_hook.errors import (
     SubcheckpointError,
 )
 from ds_ckpt_hook.feedback import Committed, FinalReport, Save, Standing, Status
+from ds_ckpt_hook.preemption import Preemption
 from ds_ckpt_hook.settings import CHECKED, Settings, WhenFull, when_full
 from ds_ckpt_store.errors import SettingsError
 
@@ -45,6 +46,7 @@ __all__ = [
     "HookError",
     "NotPublishedError",
     "Notice",
+    "Preemption",
     "Save",
     "Settings",
     "Standing",
@@ -57,6 +59,7 @@ __all__ = [
     "finalize",
     "last_committed",
     "on_notice",
+    "on_preemption",
     "ready_to_save",
     "status",
     "subcheckpoints",
@@ -211,6 +214,38 @@ def on_notice(listener: Callable[[Notice], None]) -> None:
     for what only one rank knows, there. What it raises is logged.
     """
     _hook().listeners.append(listener)
+
+
+def on_preemption(
+    engine: Any,
+    *,
+    save_dir: str | os.PathLike[str] | None = None,
+    client_state: Callable[[], Mapping[str, Any]] | None = None,
+    grace: float | None = None,
+) -> Preemption:
+    """Save once more on all ranks when any of them is told to end: SIGTERM, or a cloud's notice.
+
+    Every rank calls it once, on the main thread, after ``deepspeed.initialize``::
+
+        preemption = ds_ckpt_hook.on_preemption(engine, save_dir=save_dir)
+        for batch in data:
+            engine.backward(engine(batch))
+            engine.step()
+            if preemption.should_stop():   # every rank, after each step; True at the same one
+                break
+        ds_ckpt_hook.finalize(timeout=preemption.seconds_left)
+
+    The save has the kind ``recovery`` and the tag ``recovery_step<N>``, and the sidecar stores it
+    before all others. It is left out, with a warning, if the time that is left is shorter than what
+    the last save took to be written and stored.
+
+    Args:
+        engine: the DeepSpeed engine.
+        save_dir: where to save; ``DS_CKPT_DIR`` if None.
+        client_state: called on each rank for what ``save_checkpoint`` gets as ``client_state``.
+        grace: seconds from SIGTERM to SIGKILL; ``DS_CKPT_GRACE`` if None.
+    """
+    return Preemption(_hook(), engine, save_dir=save_dir, client_state=client_state, grace=grace)
 
 
 def finalize(timeout: float | None = None, *, strict: bool = False) -> FinalReport:

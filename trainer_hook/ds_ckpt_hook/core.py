@@ -31,7 +31,7 @@ from ds_ckpt_store.errors import CkptError, SettingsError
 
 logger = logging.getLogger("ds_ckpt_hook")
 
-NoticeKind = Literal["not published", "lost", "lag", "no sidecar", "no room"]
+NoticeKind = Literal["not published", "lost", "lag", "no sidecar", "no room", "preempted"]
 DURABLE = frozenset({"committed", "cleaned"})
 LOST = frozenset({"superseded", "abandoned", "quarantined", "failed", "held"})
 

@@ -12,13 +12,17 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ds_ckpt_hook.errors import ExchangeError
 from ds_ckpt_store.errors import SettingsError
 
 logger = logging.getLogger("ds_ckpt_hook")
+
+
+PATIENT_SECONDS = 1800.0
+"""For a rank that is busy between two steps: torch's own timeout over gloo."""
 
 
 class Exchange(Protocol):
@@ -44,6 +48,14 @@ class Exchange(Protocol):
             ExchangeError: a rank did not come in time or was in another step.
         """
 
+    def ask_any(self, yes: bool) -> Callable[[], bool]:
+        """Begin to ask whether any rank says yes, without waiting; each rank as often.
+
+        Returns:
+            Gives the answer. It waits for the ranks that have not asked yet, at most for
+            :data:`PATIENT_SECONDS` since this one did, and raises ExchangeError then.
+        """
+
 
 class Alone:
     """The exchange of a job with one rank."""
@@ -54,6 +66,10 @@ class Alone:
     def gather(self, step: str, value: Any, *, timeout: float | None = None) -> list[Any]:  # noqa: ARG002
         """What the only rank said."""
         return [value]
+
+    def ask_any(self, yes: bool) -> Callable[[], bool]:
+        """What the only rank says."""
+        return lambda: yes
 
 
 class Gloo:
@@ -95,6 +111,32 @@ class Gloo:
             )
             raise ExchangeError(self._broken) from error
         return values_of(answers)
+
+    def ask_any(self, yes: bool) -> Callable[[], bool]:
+        """See :meth:`Exchange.ask_any`."""
+        import torch
+
+        step = "a notice of preemption"
+        if self._broken:
+            raise ExchangeError(f"{step}: the ranks no longer talk ({self._broken})")
+        try:
+            # A group of its own: an answer that is still on its way must not meet an exchange.
+            group = self._group(PATIENT_SECONDS)
+            said = torch.tensor([yes], dtype=torch.int32)
+            work = self._dist.all_reduce(
+                said, op=self._dist.ReduceOp.MAX, group=group, async_op=True
+            )
+        except Exception as error:
+            raise ExchangeError(f"{step}: {type(error).__name__}: {error}") from error
+
+        def answer() -> bool:
+            try:
+                work.wait()
+            except Exception as error:
+                raise ExchangeError(f"{step}: {type(error).__name__}: {error}") from error
+            return bool(said.item())
+
+        return answer
 
     def _group(self, timeout: float) -> Any:
         if timeout not in self._groups:

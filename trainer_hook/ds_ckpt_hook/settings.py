@@ -27,6 +27,7 @@ CHECKED = (
     "DS_CKPT_RESUME_TIMEOUT",
     "DS_CKPT_ROOM_TIMEOUT",
     "DS_CKPT_MAX_LAG",
+    "DS_CKPT_GRACE",
     "DS_CKPT_WHEN_FULL",
 )
 WhenFull = Literal["wait", "skip", "warn"]
@@ -54,6 +55,8 @@ class Settings:
         when_full: ``DS_CKPT_WHEN_FULL``, what :func:`ds_ckpt_hook.ready_to_save` does where the
             volume cannot take another checkpoint: ``wait`` for room, ``skip`` the save, ``warn``.
         room_timeout: ``DS_CKPT_ROOM_TIMEOUT``, how long ``wait`` waits.
+        grace: ``DS_CKPT_GRACE``, from SIGTERM to the end of this process: what the pod's
+            terminationGracePeriodSeconds says. Only :func:`ds_ckpt_hook.on_preemption` reads it.
         resume_timeout: ``DS_CKPT_RESUME_TIMEOUT``, how long ranks wait while others verify or
             restore a checkpoint.
     """
@@ -68,6 +71,7 @@ class Settings:
     max_lag: float | None = None
     when_full: WhenFull = "warn"
     room_timeout: float = 1800.0
+    grace: float = 30.0
     resume_timeout: float = 7200.0
 
     @classmethod
@@ -88,6 +92,7 @@ class Settings:
             max_lag=_seconds(environ, "DS_CKPT_MAX_LAG", 0.0) or None,
             when_full=when_full(environ.get("DS_CKPT_WHEN_FULL") or cls.when_full),
             room_timeout=_seconds(environ, "DS_CKPT_ROOM_TIMEOUT", cls.room_timeout),
+            grace=_seconds(environ, "DS_CKPT_GRACE", cls.grace),
             resume_timeout=_seconds(environ, "DS_CKPT_RESUME_TIMEOUT", cls.resume_timeout),
         )
 

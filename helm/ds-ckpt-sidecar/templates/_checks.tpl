@@ -470,7 +470,7 @@ says what to change, before a cluster sees it.
 {{- range .Values.sidecar.extraEnv -}}
 {{- include "ds-ckpt-sidecar.checkName" (dict "where" "sidecar.extraEnv" "name" .name "set" $agents "seen" $seen) -}}
 {{- end -}}
-{{- $trainers := dict "DS_CKPT_DIR" "volume.mountPath" "DS_CKPT_RUN_ID" "runId" "DS_CKPT_DESTINATION" "trainer.readsStore and destination" -}}
+{{- $trainers := dict "DS_CKPT_DIR" "volume.mountPath" "DS_CKPT_RUN_ID" "runId" "DS_CKPT_GRACE" "pod.terminationGracePeriodSeconds" "DS_CKPT_DESTINATION" "trainer.readsStore and destination" -}}
 {{- if has .Values.workload.kind (list "IndexedJob" "JobSet") -}}
 {{- range list "MASTER_ADDR" "NODE_RANK" "PET_MASTER_ADDR" "PET_NODE_RANK" -}}
 {{- $_ := set $trainers . "workload.kind" -}}

@@ -114,6 +114,8 @@ Single lists, for a pod that has such lists already:
   value: {{ $box.own.Values.volume.mountPath | quote }}
 - name: DS_CKPT_RUN_ID
   value: {{ include "ds-ckpt-sidecar.runId" $box.own | quote }}
+- name: DS_CKPT_GRACE
+  value: {{ $box.own.Values.pod.terminationGracePeriodSeconds | int64 | quote }}
 {{- if $box.own.Values.trainer.readsStore }}
 - name: DS_CKPT_DESTINATION
   value: {{ $box.own.Values.destination | quote }}

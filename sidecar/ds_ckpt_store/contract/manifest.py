@@ -85,6 +85,9 @@ SaveState = Literal[
     "failed",
     "held",
 ]
+RECOVERY = "recovery"
+"""Kind of a save that was made because the trainer is about to end: it is stored before others."""
+
 RESTING: frozenset[SaveState] = frozenset({"quarantined", "held"})
 """States in which a save stays until a person mends something."""
 

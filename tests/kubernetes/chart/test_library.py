@@ -155,7 +155,11 @@ def test_three_lines_bring_restore_sidecar_and_volume(parent: Parent, judge: Jud
     spec = pod(found)["spec"]
     assert names(spec["initContainers"]) == ["ds-ckpt-restore", "ds-ckpt-sidecar"]
     assert names(spec["containers"]) == ["train"]
-    assert names(spec["containers"][0]["env"]) == ["DS_CKPT_DIR", "DS_CKPT_RUN_ID"]
+    assert names(spec["containers"][0]["env"]) == [
+        "DS_CKPT_DIR",
+        "DS_CKPT_RUN_ID",
+        "DS_CKPT_GRACE",
+    ]
     assert spec["serviceAccountName"] == only("ServiceAccount", found)["metadata"]["name"]
 
 
