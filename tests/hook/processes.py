@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join(str(ROOT / each) for each in ("", "sidecar", "trainer_hook"))
 
 
 def run_ranks(
@@ -33,7 +34,7 @@ def run_ranks(
     for rank in range(world):
         env = {
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": PYTHONPATH,
             "DS_ACCELERATOR": "cpu",
             "OMP_NUM_THREADS": "1",
             "MASTER_ADDR": "127.0.0.1",
