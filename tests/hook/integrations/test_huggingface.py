@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,78 +17,36 @@ import ds_ckpt_hook
 from ds_ckpt_hook.integrations.huggingface import CheckpointCallback, newest_evaluation
 from ds_ckpt_store.contract.volume import Volume
 from tests import servers
-from tests.hook.integrations.life import KILLED, Life, losses, resumed_from
+from tests.hook.integrations.life import Life
 from tests.hook.standin import manifests
 
 pytestmark = pytest.mark.slow
 
-ROTATING = ["--save-steps", 2, "--save-total-limit", 1, "--finalize-timeout", 0.1]
-STEPS = 8
 
-
-@dataclass(frozen=True)
-class Story:
-    """A run that was killed after its step 7, whose checkpoints were uploaded after that."""
-
-    life: Life
-    whole: dict[int, str]
-    volume: Path
-
-    def goes_on(self, volume: Path, **options: Any) -> str:
-        """Resume on another volume; the loss of each step must be that of the whole run."""
-        lines = self.life.train(
-            "--output-dir", volume, "--steps", STEPS, *ROTATING, *self.stage, **options
-        )
-        checkpoint = resumed_from(lines)
-        assert checkpoint is not None
-        assert Path(checkpoint).parent == volume
-        step = int(checkpoint.rsplit("-", 1)[1])
-        assert losses(lines) == {each: self.whole[each] for each in range(step + 1, STEPS + 1)}
-        return Path(checkpoint).name
-
-    @property
-    def stage(self) -> list[object]:
-        return ["--zero", 2 if self.life.world == 2 else 0]
-
-
-def tell(folder: Path, life: Life) -> Story:
-    volume = folder / "volume"
-    stage = Story(life, {}, volume).stage
-    arguments = ["--steps", STEPS, *ROTATING, *stage]
-    whole = life.train("--output-dir", folder / "whole", *arguments, knows_store=False)
-    killed = ["--output-dir", volume, "--stop-after", 7]
-    life.train(*killed, *arguments, expect=KILLED, knows_store=False)
-    life.upload(volume)
-    return Story(life, losses(whole), volume)
-
-
-@pytest.fixture(scope="module")
-def zero2(seaweed: servers.S3, tmp_path_factory: pytest.TempPathFactory) -> Story:
-    life = Life("huggingface.py", f"s3://{seaweed.bucket()}/run", seaweed.environ)
-    return tell(tmp_path_factory.mktemp("zero2"), life)
+def life(folder: Path, destination: str, **options: Any) -> Life:
+    rotating = ["--save-total-limit", 1]
+    return Life("huggingface.py", "--output-dir", rotating, folder, destination, **options)
 
 
 def test_a_lost_pod_goes_on_from_the_store_with_the_same_losses(
-    zero2: Story, tmp_path: Path
+    seaweed: servers.S3, tmp_path: Path
 ) -> None:
-    assert zero2.goes_on(tmp_path / "empty") in ("checkpoint-4", "checkpoint-6")
+    run = life(tmp_path, f"s3://{seaweed.bucket()}/run", environ=seaweed.environ)
+    known = run.loses_its_pod()
+    assert run.goes_on(tmp_path / "empty", known) == tmp_path / "empty/checkpoint-6"
 
-
-def test_the_folder_is_stored_whole_with_the_newest_evaluation(
-    zero2: Story, tmp_path: Path
-) -> None:
-    record = zero2.life.committed()["checkpoint-4"]
-    assert record["step"] == 4
+    # Rotated away by the Trainer before it was uploaded, and stored whole all the same.
+    assert not (run.volume / "checkpoint-3").exists()
+    record = run.committed()["checkpoint-3"]
+    assert record["step"] == 3
     assert record["metrics"]["eval_loss"] > 0
-    zero2.life.command(
-        "restore", "--from", zero2.life.destination, "--to", tmp_path, "--tag", "checkpoint-4"
-    )
-    folder = tmp_path / "checkpoint-4"
-    names = {str(path.relative_to(folder)) for path in folder.rglob("*")}
-    assert names >= {
-        "global_step4/mp_rank_00_model_states.pt",
-        "global_step4/zero_pp_rank_0_mp_rank_00_optim_states.pt",
-        "global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+    restored = tmp_path / "restored"
+    run.command("restore", "--from", run.destination, "--to", restored, "--tag", "checkpoint-3")
+    folder = restored / "checkpoint-3"
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*")} >= {
+        "global_step3/mp_rank_00_model_states.pt",
+        "global_step3/zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt",
         "latest",
         "model.safetensors",
         "rng_state_0.pth",
@@ -99,21 +56,9 @@ def test_the_folder_is_stored_whole_with_the_newest_evaluation(
     }
 
 
-def test_what_the_trainer_rotated_away_before_it_was_uploaded_is_stored_all_the_same(
-    zero2: Story, tmp_path: Path
-) -> None:
-    assert not (zero2.volume / "checkpoint-2").exists()
-    assert "checkpoint-2" in zero2.life.committed()
-    restored = tmp_path / "restored"
-    zero2.life.command(
-        "restore", "--from", zero2.life.destination, "--to", restored, "--tag", "checkpoint-2"
-    )
-    assert zero2.goes_on(restored, knows_store=False) == "checkpoint-2"
-
-
 def test_the_same_without_deepspeed(tmp_path: Path) -> None:
-    life = Life("huggingface.py", (tmp_path / "store").as_uri(), world=1)
-    assert tell(tmp_path, life).goes_on(tmp_path / "empty") in ("checkpoint-4", "checkpoint-6")
+    run = life(tmp_path, (tmp_path / "store").as_uri(), world=1)
+    run.goes_on(tmp_path / "empty", run.loses_its_pod())
 
 
 class Numbers(torch.utils.data.Dataset):  # type: ignore[type-arg]
