@@ -70,6 +70,8 @@ def main() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
+    if options.zero:
+        ds_ckpt_hook.attach(model)  # hook, optional: sums the shards while they are written
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
 

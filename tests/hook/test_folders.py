@@ -21,7 +21,7 @@ from ds_ckpt_hook.errors import AgreementError, NotPublishedError
 from ds_ckpt_hook.plan import Report, make_plan
 from ds_ckpt_store.contract import digest
 from tests.hook.processes import PYTHONPATH
-from tests.hook.standin import Job, manifests
+from tests.hook.standin import Job, ThreadExchange, manifests
 from tests.hook.test_resume import aside, commit, pointers
 from tests.hook.test_saving import final_status
 
@@ -88,6 +88,23 @@ def test_a_rank_that_is_done_waits_for_one_that_still_writes(folders: Folders) -
     job.all_ranks(call)
     job.drain()
     assert {shard.path for shard in manifests(volume)[1].shards} == {"a", "late"}
+
+
+def test_writing_may_take_longer_than_an_exchange_between_ranks(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (volume,) = folders(1)
+    patience: dict[str, float | None] = {}
+    gather = ThreadExchange.gather
+
+    def told(self: ThreadExchange, step: str, value: Any, *, timeout: float | None = None) -> Any:
+        patience[step] = timeout
+        return gather(self, step, value, timeout=timeout)
+
+    monkeypatch.setattr(ThreadExchange, "gather", told)
+    write(volume / "t", a="1")
+    hand_over(Job([volume, volume], exchange_timeout=7.0, publish_timeout=77.0), "t")
+    assert (patience["save: written"], patience["save"]) == (77.0, None)
 
 
 def test_a_folder_that_one_node_alone_wrote_can_be_had_by_all(
@@ -392,27 +409,21 @@ SCRIPT = """
 import json, sys, torch, ds_ckpt_hook
 save_dir, destination, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
 tag = ds_ckpt_hook.agree_on_resume(save_dir, destination=destination, folders="step*")
-torch.manual_seed(0)
-model = torch.nn.Linear(4, 1)
-optimizer = torch.optim.AdamW(model.parameters())
-step = 0
+weights, velocity, step = torch.ones(4), torch.zeros(4), 0
 if tag is not None:
-    state = torch.load(f"{save_dir}/{tag}/state.pt")
-    model.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
-    step = state["step"]
+    weights, velocity, step = torch.load(f"{save_dir}/{tag}/state.pt").values()
 while step < steps:
     data = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
-    loss = (model(data) - data.sum(-1, keepdim=True)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    error = data @ weights - 2 * data.sum(-1)
+    loss = error.square().mean()
+    velocity = 0.9 * velocity + data.T @ error / 4
+    weights = weights - 0.1 * velocity
     step += 1
     print(json.dumps([tag, step, loss.item().hex()]))
     if step % 2 == 0:
         import os
         os.makedirs(f"{save_dir}/step{step}")
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+        state = {"weights": weights, "velocity": velocity, "step": step}
         torch.save(state, f"{save_dir}/step{step}/state.pt")
         ds_ckpt_hook.after_save_dir(f"{save_dir}/step{step}", step=step, strict=True)
 ds_ckpt_hook.finalize(0.1)

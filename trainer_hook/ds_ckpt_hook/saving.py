@@ -200,7 +200,7 @@ def _take(hook: Hook, request: Request, state: SaveState) -> None:
     session.on_beat = partial(tell, hook)
     session.start_heartbeat()
     if not request.source.is_deepspeeds:  # DeepSpeed's ranks have waited for each other
-        hook.exchange.gather("save: written", None)
+        hook.exchange.gather("save: written", None, timeout=hook.settings.publish_timeout)
     report = _look(hook, session, place, problem, request)
     reports: list[Report] = hook.exchange.gather("save", report)
     plan = make_plan(reports)
