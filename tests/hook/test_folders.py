@@ -90,6 +90,27 @@ def test_a_rank_that_is_done_waits_for_one_that_still_writes(folders: Folders) -
     assert {shard.path for shard in manifests(volume)[1].shards} == {"a", "late"}
 
 
+def test_a_rank_that_fails_while_it_writes_takes_the_save_with_it_and_hangs_nobody(
+    folders: Folders,
+) -> None:
+    volumes = folders(2)
+    for volume in volumes:
+        write(volume / "step1", a="1")
+    job = Job(volumes, publish_timeout=0.3)
+    hand_over(job, "step1")
+    for volume in volumes:
+        write(volume / "step2", a="2")
+    save = saving.after_save_dir(job.hooks[0], volumes[0] / "step2")  # rank 1 has raised instead
+    assert "not every rank came" in save.status().reason
+    assert [manifest.tag for manifest in manifests(volumes[0])] == ["step1"]
+
+    def agree(rank: int, hook: Hook) -> str | None:
+        return resume.agree_on_resume(hook, volumes[rank], folders="step*")
+
+    assert Job(volumes).all_ranks(agree) == ["step1", "step1"]
+    assert [aside(volume) for volume in volumes] == [["step2/a"], ["step2/a"]]
+
+
 def test_writing_may_take_longer_than_an_exchange_between_ranks(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
