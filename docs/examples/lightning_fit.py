@@ -110,7 +110,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     seed_everything(0, verbose=False)
-    data = torch.utils.data.DataLoader(range(options.steps * 2))  # type: ignore[arg-type]
+    data = torch.utils.data.DataLoader(range(options.steps * 2))
     checkpoint = checkpoint_to_resume(trainer, options.dirpath)  # hook
     if trainer.global_rank == 0:
         print(json.dumps({"resumes_from": checkpoint}), flush=True)
