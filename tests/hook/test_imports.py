@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 HEAVY = {"torch", "deepspeed", "boto3", "botocore", "google", "azure", "kubernetes", "tenacity"}
+HEAVY |= {"accelerate", "lightning", "transformers"}
 
 
 def test_importing_the_hook_imports_no_framework_and_no_cloud_sdk() -> None:

@@ -53,6 +53,7 @@ __all__ = [
     "Status",
     "SubcheckpointError",
     "after_save",
+    "after_save_dir",
     "agree_on_resume",
     "attach",
     "configure",
@@ -143,6 +144,51 @@ def after_save(
         engine,
         tag,
         save_dir=save_dir,
+        metrics=metrics,
+        kind=kind,
+        pin=pin,
+        wait=wait,
+        strict=strict,
+    )
+
+
+def after_save_dir(
+    path: str | os.PathLike[str],
+    tag: object = None,
+    *,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+    kind: str = "checkpoint",
+    pin: bool = False,
+    wait: bool = False,
+    strict: bool = False,
+) -> Save:
+    """Hand over a folder, whoever wrote it: ``torch.save``, DCP, FSDP, another framework.
+
+    Every rank calls it when it has written its own files; it waits for the others, and then goes
+    on like :func:`after_save`. Every file in the folder and below it belongs to the save. On nodes
+    with a volume each, that is what lies on any of them; a file that was restored counts only
+    where no node has written it anew.
+
+    Args:
+        path: the folder; it may be missing on nodes that wrote nothing.
+        tag: the end of ``path`` that names the checkpoint, such as ``a/b``; its last component if
+            None. What is left of ``path`` is the save_dir that :func:`agree_on_resume` is given.
+        step: how far training is.
+        metrics: numbers to keep with the checkpoint; what is not finite is kept as null.
+        kind: a word for retention rules, such as ``epoch`` or ``recovery``.
+        pin: keep it for good.
+        wait: return only when it is durable, or cannot become so.
+        strict: raise instead of warn. What fails in the background is raised with ``wait`` only.
+
+    Raises:
+        CkptError: only with ``strict``; says which ranks failed, and why.
+    """
+    return saving.after_save_dir(
+        _hook(),
+        path,
+        tag,
+        step=step,
         metrics=metrics,
         kind=kind,
         pin=pin,
@@ -271,6 +317,7 @@ def agree_on_resume(
     *,
     destination: str | None = None,
     timeout: float | None = None,
+    folders: str | None = None,
 ) -> str | None:
     """The tag that all ranks resume from, or None for all: start from scratch.
 
@@ -284,11 +331,15 @@ def agree_on_resume(
         destination: URL of the store; ``DS_CKPT_DESTINATION`` if None. Without one, only the
             volumes count.
         timeout: seconds that ranks wait while others verify or restore.
+        folders: a pattern, relative to save_dir, of the folders that :func:`after_save_dir` is
+            given, such as ``checkpoint-*``: one that was not handed over is moved aside as well.
 
     Raises:
         AgreementError: no safe agreement; do not start training, restart all ranks.
     """
-    return resume.agree_on_resume(_hook(), save_dir, destination=destination, timeout=timeout)
+    return resume.agree_on_resume(
+        _hook(), save_dir, destination=destination, timeout=timeout, folders=folders
+    )
 
 
 def _hook() -> Hook:

@@ -9,6 +9,7 @@ pipeline, experts, offloaded tensors), as far as it is younger than this process
 from __future__ import annotations
 
 import errno
+import fnmatch
 import os
 import re
 from collections.abc import Mapping
@@ -128,8 +129,17 @@ def looks_like_tag_folder(fs: Filesystem, folder: str) -> bool:
     return any(_STATES.search(name) for name in fs.names(folder))
 
 
-def tag_folders(fs: Filesystem, save_dir: str, depth: int = 6) -> list[str]:
-    """Tags of all checkpoints below save_dir, sorted; tags with slashes are found too."""
+def tag_folders(
+    fs: Filesystem, save_dir: str, pattern: str | None = None, depth: int = 6
+) -> list[str]:
+    """Tags of all checkpoints below save_dir, sorted; tags with slashes are found too.
+
+    Args:
+        fs: the volume's filesystem.
+        save_dir: absolute.
+        pattern: of further folders that are checkpoints, whatever is in them; see :func:`fits`.
+        depth: how many folders within each other are looked into.
+    """
     tags: list[str] = []
 
     def look(prefix: str, left: int) -> None:
@@ -138,6 +148,9 @@ def tag_folders(fs: Filesystem, save_dir: str, depth: int = 6) -> list[str]:
             state = fs.stat(f"{save_dir}/{tag}")
             if tag == names.VOLUME_DIR or state is None or not state.is_folder:
                 continue
+            if pattern is not None and fits(tag, pattern):
+                tags.append(tag)
+                continue
             if looks_like_tag_folder(fs, f"{save_dir}/{tag}"):
                 tags.append(tag)
             if left:
@@ -145,6 +158,12 @@ def tag_folders(fs: Filesystem, save_dir: str, depth: int = 6) -> list[str]:
 
     look("", depth)
     return tags
+
+
+def fits(tag: str, pattern: str) -> bool:
+    """Whether each component of a tag matches its component of a pattern as shells have them."""
+    components, patterns = tag.split("/"), pattern.split("/")
+    return len(components) == len(patterns) and all(map(fnmatch.fnmatchcase, components, patterns))
 
 
 def filesystem_now_ns(fs: Filesystem, folder: str, token: str) -> int:

@@ -20,7 +20,7 @@ from ds_ckpt_hook import deepspeed_files
 from ds_ckpt_hook.errors import NotPublishedError
 from ds_ckpt_hook.session import Session, restored_on
 from ds_ckpt_hook.settings import Place
-from ds_ckpt_store.contract import digest
+from ds_ckpt_store.contract import digest, names
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.manifest import NodeManifest, Shard
 from ds_ckpt_store.contract.volume import Volume
@@ -96,7 +96,7 @@ def is_whole(place: Place, held: Held) -> bool:
         return all(executor.map(lambda shard: _is_right(place.volume, folder, shard), shards))
 
 
-def unmanaged(session: Session, place: Place) -> list[str]:
+def unmanaged(session: Session, place: Place, pattern: str | None = None) -> list[str]:
     """Tags that lay here before the hook was first used on this volume.
 
     Nothing of ours can vouch for them, and they are no leftovers of ours either.
@@ -107,7 +107,7 @@ def unmanaged(session: Session, place: Place) -> list[str]:
     known.update(each.tag for each in restored_on(place))
     return [
         tag
-        for tag in deepspeed_files.tag_folders(fs, place.save_dir)
+        for tag in _tags(session, place, pattern)
         if tag not in known
         and made is not None
         and all(state.mtime_ns < made.mtime_ns for _, state in fs.walk(f"{place.save_dir}/{tag}"))
@@ -133,10 +133,13 @@ def known_durable(session: Session, place: Place) -> str:
     return ""
 
 
-def set_aside(session: Session, place: Place, agreed: Held | None, now_ms: int) -> list[str]:
+def set_aside(
+    session: Session, place: Place, agreed: Held | None, now_ms: int, pattern: str | None = None
+) -> list[str]:
     """Rename what must not be loaded: all but the agreed save and whole, known, older ones.
 
-    What is older than our first use of the volume stays where it is.
+    What is older than our first use of the volume stays where it is. ``pattern`` is that of
+    :func:`deepspeed_files.tag_folders`.
 
     Returns:
         A sentence for each checkpoint that was moved.
@@ -146,9 +149,9 @@ def set_aside(session: Session, place: Place, agreed: Held | None, now_ms: int) 
     """
     fs = place.volume.fs
     known = _newest_of_each_tag(session, place)
-    tags = deepspeed_files.tag_folders(fs, place.save_dir)
+    tags = _tags(session, place, pattern)
     kept = {tag for tag in tags if _may_stay(place, tag, known, agreed)}
-    kept.update(unmanaged(session, place))
+    kept.update(unmanaged(session, place, pattern))
     moved = []
     for tag in reversed(tags):  # a tag below another one first
         if tag in kept:
@@ -215,6 +218,38 @@ def _may_stay(
     manifest = known.get(tag)
     older = manifest is not None and manifest.time_ms <= agreed.time_ms
     return manifest is not None and older and _has_sizes(place, manifest)
+
+
+def _tags(session: Session, place: Place, pattern: str | None) -> list[str]:
+    """Tags of all checkpoints in save_dir, sorted: known ones, and what looks like one.
+
+    What looks like one, and is a part of a known one, is none: the folder that DeepSpeed makes
+    within that of another trainer.
+    """
+    fs = place.volume.fs
+    known: dict[str, list[str]] = {}
+    for manifest in _manifests(session):
+        if manifest.root == place.root:
+            shards = (*manifest.shards, *manifest.replicas)
+            known.setdefault(manifest.tag, []).extend(shard.path for shard in shards)
+    for restored in restored_on(place):
+        inside = f"{restored.tag}/"
+        known.setdefault(restored.tag, []).extend(
+            entry.path[len(inside) :] for entry in restored.files if entry.path.startswith(inside)
+        )
+    parts = {
+        f"{tag}/{folder}"
+        for tag, paths in known.items()
+        for p in paths
+        for folder in names.parents(p)
+    }
+    found = set(deepspeed_files.tag_folders(fs, place.save_dir, pattern))
+    there = {
+        tag
+        for tag in known
+        if (state := fs.stat(f"{place.save_dir}/{tag}")) is not None and state.is_folder
+    }
+    return sorted(there | (found - parts))
 
 
 def _newest_of_each_tag(session: Session, place: Place) -> dict[str, NodeManifest]:

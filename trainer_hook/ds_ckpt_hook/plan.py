@@ -38,7 +38,9 @@ class Report:
         root: save_dir relative to the volume.
         error: why this rank cannot vouch for its part; empty if it can.
         claims: path to size in bytes, of the files that this rank itself wrote.
-        listing: path to size, of all files of this save on the node; by the node's leader only.
+        listing: path to size, of all files of this save that this rank sees; by the node's leader,
+            or by one rank of each machine, which surely sees what its own ranks have written.
+        old: those of ``listing`` that were there before this attempt wrote anything.
         newest_ms: the newest save time that this rank knows of, in milliseconds.
         now_ms: its clock.
         token: 16 hexadecimal digits; rank 0's become the save's.
@@ -53,6 +55,7 @@ class Report:
     error: str = ""
     claims: Mapping[str, int] = field(default_factory=dict)
     listing: Mapping[str, int] = field(default_factory=dict)
+    old: frozenset[str] = frozenset()
     newest_ms: int = 0
     now_ms: int = 0
     token: str = ""
@@ -109,6 +112,8 @@ def make_plan(reports: Sequence[Report]) -> Plan:
     by_node: dict[str, list[Report]] = {}
     for report in reports:
         by_node.setdefault(report.node, []).append(report)
+    # An old file counts only if nobody wrote it anew: it may be what a node was restored with.
+    anew = {path for report in reports for path in report.listing if path not in report.old}
     hashers: dict[str, dict[str, int]] = {}
     candidates: dict[str, list[tuple[bool, int, str]]] = {}
     for node, members in by_node.items():
@@ -116,17 +121,22 @@ def make_plan(reports: Sequence[Report]) -> Plan:
         for report in members:
             for path in report.claims:
                 claimed.setdefault(path, report.rank)
-        leader = members[0]
-        unclaimed = {p: size for p, size in leader.listing.items() if p not in claimed}
         for path, rank in claimed.items():
             candidates.setdefault(path, []).append((False, rank, node))
-        for path in unclaimed:
-            candidates.setdefault(path, []).append((True, leader.rank, node))
-        hashers[node] = claimed | _share_out(unclaimed, members)
+        hashers[node] = claimed
+        for report in members:
+            unclaimed = {
+                path: size
+                for path, size in report.listing.items()
+                if path not in claimed and not (path in report.old and path in anew)
+            }
+            for path in unclaimed:
+                candidates.setdefault(path, []).append((True, report.rank, node))
+            claimed |= _share_out(unclaimed, report.host, members)
     if not candidates:
         raise NotPublishedError(
             f"no file of tag {reports[0].tag!r} was found: pass the save_dir that "
-            "save_checkpoint was given"
+            "save_checkpoint was given, or the folder that was written"
         )
     time_ms = max(reports[0].now_ms, *(report.newest_ms + 1 for report in reports))
     return Plan(
@@ -155,12 +165,12 @@ def _disagreements(reports: Sequence[Report]) -> list[str]:
     ]
 
 
-def _share_out(paths: Mapping[str, int], members: Sequence[Report]) -> dict[str, int]:
-    """Spread files that no rank claims over the leader's machine, largest first.
+def _share_out(paths: Mapping[str, int], host: str, members: Sequence[Report]) -> dict[str, int]:
+    """Spread files that no rank claims over the machine whose rank lists them, largest first.
 
     Only that machine: on a network filesystem another one may not see a fresh file yet.
     """
-    load = {report.rank: 0 for report in members if report.host == members[0].host}
+    load = {report.rank: 0 for report in members if report.host == host}
     for report in members:
         if report.rank in load:
             load[report.rank] = sum(report.claims.values())

@@ -56,6 +56,7 @@ class Job:
         files: this rank's part.
         companions: files beside the tag's folder; global rank 0 only.
         error: why this rank has no part to give; empty if it has.
+        moves_latest: whether nobody but the hook lets ``latest`` follow what is saved.
     """
 
     session: Session
@@ -64,6 +65,7 @@ class Job:
     files: Sequence[Kept] = ()
     companions: Sequence[Kept] = ()
     error: str = ""
+    moves_latest: bool = False
     done: Callable[[str], None] = field(default=lambda _reason: None)
 
 
@@ -205,7 +207,8 @@ class _Handover:
             self._clear(self._folder)
             raise
         self._clear(self._folder)
-        _follow_with_latest(session, manifest)
+        if self.job.moves_latest or 0 not in session.ranks:
+            _follow_with_latest(session, manifest)
         return True
 
     def _publish(self, now: float, manifest: NodeManifest) -> bool:
@@ -243,15 +246,16 @@ class _Handover:
 def _follow_with_latest(session: Session, manifest: NodeManifest) -> None:
     """Let ``latest`` follow where DeepSpeed does not write it.
 
-    DeepSpeed writes it on global rank 0's node alone. On other nodes it would go on naming what
-    they once resumed from, and the sidecar never removes what it names.
+    DeepSpeed writes it on global rank 0's node alone, and other trainers nowhere. It would go on
+    naming what was once resumed from, and the sidecar never removes what it names.
     """
     fs, volume = session.volume.fs, session.volume
     path = f"{volume.path}/latest"
     if manifest.root != ".":
         path = f"{volume.path}/{manifest.root}/latest"
     with contextlib.suppress(OSError):
-        if 0 not in session.ranks and fs.stat(path) is not None:
+        state = fs.stat(path)
+        if state is not None and state.is_regular:
             fs.write_atomic(path, manifest.tag.encode(), durable=False)
 
 

@@ -69,6 +69,7 @@ def agree_on_resume(
     *,
     destination: str | None = None,
     timeout: float | None = None,
+    folders: str | None = None,
 ) -> str | None:
     """See :func:`ds_ckpt_hook.agree_on_resume`."""
     patience = hook.settings.resume_timeout if timeout is None else timeout
@@ -78,7 +79,7 @@ def agree_on_resume(
         session = hook.session(place, problem)
         if place is None:
             raise AgreementError(problem)  # noqa: TRY301 - the handshake has told all ranks
-        return _agree(hook, session, place, url, patience)
+        return _agree(hook, session, place, url, patience, folders)
     except AgreementError:
         raise
     except CkptError as error:
@@ -89,10 +90,15 @@ def agree_on_resume(
 
 
 def _agree(
-    hook: Hook, session: Session, place: Place, url: str | None, patience: float
+    hook: Hook,
+    session: Session,
+    place: Place,
+    url: str | None,
+    patience: float,
+    folders: str | None,
 ) -> str | None:
     with contextlib.ExitStack() as stack:  # the sidecar takes nothing away meanwhile
-        return _agree_undisturbed(hook, session, place, url, patience, stack)
+        return _agree_undisturbed(hook, session, place, url, patience, folders, stack)
 
 
 def _agree_undisturbed(
@@ -101,9 +107,10 @@ def _agree_undisturbed(
     place: Place,
     url: str | None,
     patience: float,
+    folders: str | None,
     stack: contextlib.ExitStack,
 ) -> str | None:
-    offer, own = _offer(hook, session, place, url, stack)
+    offer, own = _offer(hook, session, place, url, folders, stack)
     offers: list[Offer] = hook.exchange.gather("resume: what is there", offer, timeout=patience)
     problems = [f"rank {rank}: {offer.error}" for rank, offer in enumerate(offers) if offer.error]
     if problems:
@@ -125,7 +132,7 @@ def _agree_undisturbed(
         logger.error("cannot resume from %s", failures[-1])
     if agreed is None and not offers[0].start_fresh:
         _refuse_scratch(offers, url, failures)
-    _settle(hook, session, place, agreed, patience)
+    _settle(hook, session, place, agreed, patience, folders)
     times = [record.time_ms for record in offers[0].committed]
     session.newest_ms = max(session.newest_ms, *times, agreed.time_ms if agreed else 0)
     session.parent = agreed.save_id if agreed else None
@@ -165,14 +172,19 @@ def _refuse_scratch(offers: Sequence[Offer], url: str | None, failures: Sequence
     if found:
         raise AgreementError(
             f"save_dir holds checkpoints from before the hook was first used ({found[:8]}), and "
-            "nothing tells whether they are whole on all nodes. To go on from one, call "
-            "engine.load_checkpoint(save_dir, tag) without agree_on_resume this once, and save; "
+            "nothing tells whether they are whole on all nodes. To go on from one, load it, as by "
+            "engine.load_checkpoint(save_dir, tag), without agree_on_resume this once, and save; "
             f"{choice}"
         )
 
 
 def _offer(
-    hook: Hook, session: Session, place: Place, url: str | None, stack: contextlib.ExitStack
+    hook: Hook,
+    session: Session,
+    place: Place,
+    url: str | None,
+    folders: str | None,
+    stack: contextlib.ExitStack,
 ) -> tuple[Offer, Mapping[str, Held]]:
     """What this rank tells the others, and what its volume holds with the manifests."""
     held: Mapping[str, Held] = {}
@@ -184,7 +196,7 @@ def _offer(
         try:
             stack.callback(os.close, local.keep_from_cleaning(session.volume, hook.clock))
             held = local.held_saves(session, place)
-            unmanaged = local.unmanaged(session, place)
+            unmanaged = local.unmanaged(session, place, folders)
             durable = local.known_durable(session, place)
         except (CkptError, OSError) as error:
             why = reason_of(error)
@@ -283,7 +295,12 @@ def _obtain(
 
 
 def _settle(
-    hook: Hook, session: Session, place: Place, agreed: Option | None, patience: float
+    hook: Hook,
+    session: Session,
+    place: Place,
+    agreed: Option | None,
+    patience: float,
+    folders: str | None,
 ) -> None:
     """Leave on every volume what the ranks agreed on, and nothing else to load by mistake."""
     error = ""
@@ -291,7 +308,7 @@ def _settle(
         if session.is_leader:
             now_ms = int(hook.clock.time() * 1000)
             held = agreed.held if agreed is not None else None
-            for sentence in local.set_aside(session, place, held, now_ms):
+            for sentence in local.set_aside(session, place, held, now_ms, folders):
                 logger.warning("%s", sentence)
             if agreed is not None:
                 local.point(place, agreed.tag)

@@ -1,4 +1,4 @@
-"""``after_save``: what happens on the training thread between two steps.
+"""``after_save`` and ``after_save_dir``: what happens on the training thread between two steps.
 
 It lists files, exchanges one message with the other ranks and makes hard links; checksums and
 publication follow in the background. Whatever goes wrong is said once as a warning, the save is
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ds_ckpt_hook import deepspeed_files, engines, links
+from ds_ckpt_hook import deepspeed_files, links, sources
 from ds_ckpt_hook.core import Hook, SaveState, reason_of
 from ds_ckpt_hook.errors import NotPublishedError
 from ds_ckpt_hook.feedback import Save, wait_for
@@ -25,6 +25,7 @@ from ds_ckpt_hook.plan import About, Plan, Report, make_plan
 from ds_ckpt_hook.publishing import Job
 from ds_ckpt_hook.session import Session, newest_committed_ms
 from ds_ckpt_hook.settings import Place
+from ds_ckpt_hook.sources import EngineSource, FolderSource, Source
 from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.clock import fresh_token
 from ds_ckpt_store.errors import CkptError
@@ -34,12 +35,16 @@ logger = logging.getLogger("ds_ckpt_hook")
 
 @dataclass(frozen=True)
 class Request:
-    """One call of ``after_save``, with the step that the engine had then."""
+    """One call of ``after_save`` or ``after_save_dir``, with the step that training had then.
 
-    engine: Any
+    ``problem`` says why it cannot be known what is meant; the other ranks are told.
+    """
+
+    source: Source
     tag: str
     save_dir: str | os.PathLike[str] | None
     about: About
+    problem: str = ""
 
 
 def after_save(
@@ -55,19 +60,52 @@ def after_save(
     strict: bool = False,
 ) -> Save:
     """See :func:`ds_ckpt_hook.after_save`."""
+    step = getattr(engine, "global_steps", None)
+    request = Request(
+        source=EngineSource(engine),
+        tag=f"global_step{step}" if tag is None else str(tag),
+        save_dir=save_dir,
+        about=_about(step, metrics, kind, pin),
+    )
+    return _hand_over(hook, request, wait=wait, strict=strict)
+
+
+def after_save_dir(
+    hook: Hook,
+    path: str | os.PathLike[str],
+    tag: object = None,
+    *,
+    step: int | None = None,
+    metrics: Mapping[str, float] | None = None,
+    kind: str = "checkpoint",
+    pin: bool = False,
+    wait: bool = False,
+    strict: bool = False,
+) -> Save:
+    """See :func:`ds_ckpt_hook.after_save_dir`."""
+    save_dir, name, problem = sources.folder_of(path, tag, hook.settings.directory)
+    request = Request(
+        source=FolderSource(step),
+        tag=name,
+        save_dir=save_dir,
+        about=_about(step, metrics, kind, pin),
+        problem=problem,
+    )
+    return _hand_over(hook, request, wait=wait, strict=strict)
+
+
+def _hand_over(hook: Hook, request: Request, *, wait: bool, strict: bool) -> Save:
     began = hook.clock.monotonic()
-    state = SaveState(tag=str(tag))
+    state = SaveState(tag=request.tag)
     hook.saves.append(state)
     with contextlib.suppress(Exception):  # a word to the user must not cost a save
         tell(hook)
     try:
         hook.catch_up()
-        request = _request(engine, tag, save_dir, metrics, kind, pin)
-        state.tag = request.tag
-        if not engines.refusal(engine) and not engines.is_finished(engine):
-            _take_later(hook, request, state)
-        else:
+        if request.source.is_finished():
             _take(hook, request, state)
+        else:
+            _take_later(hook, request, state)
     except Exception as error:
         _report(hook, state, error)
         if strict:
@@ -88,31 +126,18 @@ def after_save(
     return save
 
 
-def _request(
-    engine: Any,
-    tag: object,
-    save_dir: str | os.PathLike[str] | None,
-    metrics: Mapping[str, float] | None,
-    kind: str,
-    pin: bool,
-) -> Request:
+def _about(step: object, metrics: Mapping[str, float] | None, kind: str, pin: bool) -> About:
     """The call in plain values; never raises, because every rank must come to the exchange."""
-    step = getattr(engine, "global_steps", None)
     try:
         numbers = {str(name): _number(value) for name, value in dict(metrics or {}).items()}
     except (TypeError, ValueError) as error:
         logger.warning("metrics are left out, they are no mapping of names to numbers: %s", error)
         numbers = {}
-    return Request(
-        engine=engine,
-        tag=f"global_step{step}" if tag is None else str(tag),
-        save_dir=save_dir,
-        about=About(
-            step=step if isinstance(step, int) else None,
-            kind=str(kind),
-            metrics=numbers,
-            pin=bool(pin),
-        ),
+    return About(
+        step=step if isinstance(step, int) else None,
+        kind=str(kind),
+        metrics=numbers,
+        pin=bool(pin),
     )
 
 
@@ -144,7 +169,7 @@ def _take_later(hook: Hook, request: Request, state: SaveState) -> None:
     def take() -> bool:
         if not state.waiting_for_engine:
             return True
-        if not engines.is_finished(request.engine):
+        if not request.source.is_finished():
             return False
         state.waiting_for_engine = False
         began = hook.clock.monotonic()
@@ -159,7 +184,7 @@ def _take_later(hook: Hook, request: Request, state: SaveState) -> None:
         return True
 
     hook.unfinished.append(take)
-    engines.call_before_forward(request.engine, take)
+    request.source.call_when_finished(take)
 
 
 def _take(hook: Hook, request: Request, state: SaveState) -> None:
@@ -168,13 +193,15 @@ def _take(hook: Hook, request: Request, state: SaveState) -> None:
     Raises:
         HookError: nobody publishes this save; the same on all ranks.
     """
-    place, problem = hook.locate(request.save_dir)
+    place, problem = (None, request.problem) if request.problem else hook.locate(request.save_dir)
     session = hook.session(place, problem)
     state.session = session
-    session.follow(request.engine)
+    request.source.follow(session)
     session.on_beat = partial(tell, hook)
     session.start_heartbeat()
-    report = _look(hook, session, place, request)
+    if not request.source.is_deepspeeds:  # DeepSpeed's ranks have waited for each other
+        hook.exchange.gather("save: written", None, timeout=hook.settings.publish_timeout)
+    report = _look(hook, session, place, problem, request)
     reports: list[Report] = hook.exchange.gather("save", report)
     plan = make_plan(reports)
     session.newest_ms = plan.time_ms
@@ -182,10 +209,12 @@ def _take(hook: Hook, request: Request, state: SaveState) -> None:
     state.agreed_at = hook.clock.time()
     session.last_bytes = sum(reports[session.leader].listing.values())
     if place is not None:  # it is: a rank without a place has said so in its report
-        hook.worker.submit(_protect(hook, session, place, plan, state))
+        hook.worker.submit(_protect(hook, session, place, plan, request, state))
 
 
-def _look(hook: Hook, session: Session, place: Place | None, request: Request) -> Report:
+def _look(
+    hook: Hook, session: Session, place: Place | None, problem: str, request: Request
+) -> Report:
     """What this rank says of the save; never raises, because every rank must say something."""
     facts: dict[str, Any] = {
         "rank": session.rank,
@@ -197,45 +226,42 @@ def _look(hook: Hook, session: Session, place: Place | None, request: Request) -
         "about": request.about,
     }
     try:
-        facts |= _find(session, place, request)
+        facts |= _find(session, place, problem, request)
     except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's report
         facts["error"] = reason_of(error)
     return Report(**facts)
 
 
-def _find(session: Session, place: Place | None, request: Request) -> dict[str, Any]:
+def _find(session: Session, place: Place | None, problem: str, request: Request) -> dict[str, Any]:
     """Tag and files of the save, as fields of a report.
 
     Raises:
-        NotPublishedError, TagError, OSError: this rank cannot vouch for its part.
+        CkptError, OSError: this rank cannot vouch for its part.
     """
-    if refused := engines.refusal(request.engine):
-        raise NotPublishedError(refused)
     if place is None:
-        raise NotPublishedError("it knows no folder: pass save_dir, or set DS_CKPT_DIR")
+        raise NotPublishedError(problem)
     tag = names.check_tag(request.tag)
     folder = f"{place.save_dir}/{tag}"
-    fs, cutoff = session.volume.fs, session.younger_than_ns
-    wanted = deepspeed_files.expected(request.engine, place.save_dir, tag)
-    claims, missing = deepspeed_files.claim(fs, folder, wanted, cutoff)
-    if missing:
-        raise NotPublishedError("; ".join(missing[:4]))
-    found: dict[str, Any] = {
+    found = request.source.find(session, place.save_dir, tag)
+    facts: dict[str, Any] = {
         "tag": tag,
         "root": place.root,
-        "claims": {path: state.size for path, state in claims.items()},
+        "claims": {path: state.size for path, state in found.claims.items()},
     }
-    if session.is_leader:
-        listed = deepspeed_files.listing(fs, folder, cutoff, session.taken, tag)
+    if found.listed is not None:
         if "/" in tag:  # a later save of the tag above it must not take these files too
-            for path, state in listed.items():
+            for path, state in found.listed.items():
                 session.taken[f"{folder}/{path}"] = (tag, state.identity)
-        found["listing"] = {path: state.size for path, state in listed.items()}
-        found["newest_ms"] = max(session.newest_ms, newest_committed_ms(session.volume))
-    return found
+        facts["listing"] = {path: state.size for path, state in found.listed.items()}
+        facts["old"] = found.old
+    if session.is_leader:
+        facts["newest_ms"] = max(session.newest_ms, newest_committed_ms(session.volume))
+    return facts
 
 
-def _protect(hook: Hook, session: Session, place: Place, plan: Plan, state: SaveState) -> Job:
+def _protect(
+    hook: Hook, session: Session, place: Place, plan: Plan, request: Request, state: SaveState
+) -> Job:
     """Link this rank's files; a failure goes into its piece, where its node's leader finds it."""
     fs = session.volume.fs
     gid = session.lets_in
@@ -253,7 +279,7 @@ def _protect(hook: Hook, session: Session, place: Place, plan: Plan, state: Save
                 links.widen(fs, place.volume.path, parent, gid)
             if session.is_leader:  # the sidecar leaves what it names, if it can read it
                 fs.let_group_in(f"{place.save_dir}/{names.LATEST}", gid)
-        if session.rank == 0:
+        if session.rank == 0 and request.source.is_deepspeeds:
             beside = _companions(session, place, target)
         session.warn_if_unreadable([f"{folder}/{each.path}" for each in kept])
     except (CkptError, OSError) as failure:
@@ -272,6 +298,7 @@ def _protect(hook: Hook, session: Session, place: Place, plan: Plan, state: Save
         files=kept,
         companions=beside,
         error=error,
+        moves_latest=not request.source.is_deepspeeds,
         done=done,
     )
 

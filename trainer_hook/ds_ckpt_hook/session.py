@@ -77,6 +77,7 @@ class Session:
         self.node = hellos[rank].node
         self.host = hellos[rank].host
         self.ranks = [other for other, hello in enumerate(hellos) if hello.node == self.node]
+        self.neighbours = [other for other in self.ranks if hellos[other].host == self.host]
         self.nodes = sorted({hello.node for hello in hellos})
         self.leaders = {hello.node: rank for rank, hello in reversed(list(enumerate(hellos)))}
         self.run_id = hellos[0].run_id
@@ -94,6 +95,7 @@ class Session:
         self._finished = False
         self._process = 0  # that says so when it ends: not a copy of it, made by a fork
         self._engine: Any = None
+        self._step: int | None = None
         self._beat: threading.Thread | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -113,6 +115,11 @@ class Session:
         """The rank that publishes for this rank's node."""
         return self.ranks[0]
 
+    @property
+    def is_first_of_machine(self) -> bool:
+        """Whether no lower rank is on this volume and this machine."""
+        return self.rank == self.neighbours[0]
+
     def forget_what_is_there(self, token: str) -> None:
         """No file that lies on the volume now belongs to a save that is still to come.
 
@@ -127,6 +134,10 @@ class Session:
     def follow(self, engine: Any) -> None:
         """Report this engine's step from now on, without keeping it alive."""
         self._engine = weakref.ref(engine)
+
+    def reached(self, step: int) -> None:
+        """Report this step from now on, for a trainer without an engine."""
+        self._step = step
 
     def announce(self) -> None:
         """Write this attempt over what an earlier one said, its finished mark included.
@@ -243,7 +254,7 @@ class Session:
 
     def _status(self, *, finished: bool) -> TrainerStatus:
         engine = self._engine() if self._engine is not None else None
-        step = getattr(engine, "global_steps", None)
+        step = getattr(engine, "global_steps", self._step)
         return TrainerStatus(
             run_id=self.run_id,
             attempt=self.attempt,
