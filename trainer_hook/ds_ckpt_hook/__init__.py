@@ -24,7 +24,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_ckpt_hook import feedback, resume, room, saving, sealing, subcheckpoints
+from ds_ckpt_hook import feedback, resume, room, saving, sealing, subcheckpoints, urls
 from ds_ckpt_hook.core import Hook, Notice
 from ds_ckpt_hook.errors import (
     AgreementError,
@@ -96,6 +96,12 @@ def attach(engine: Any, *, keep_zip_sums: bool = False) -> bool:
     of ours. ``after_save`` then reads no shard again, and what is damaged after it was written is
     found out before it counts as stored.
 
+    From then on ``engine.save_checkpoint("s3://bucket/run", tag)`` writes below ``DS_CKPT_DIR`` and
+    hands over, without ``after_save``, if the sidecar stores there; and
+    ``engine.load_checkpoint("s3://bucket/run")`` agrees on what to resume from, brings what this
+    node lacks, and loads it: on every rank, for any URL of a store. If a rank cannot, or ranks
+    differ, all raise the same NotPublishedError before anything is written.
+
     Args:
         engine: the DeepSpeed engine.
         keep_zip_sums: let torch compute its own sums over the records of its zip files as well.
@@ -106,6 +112,7 @@ def attach(engine: Any, *, keep_zip_sums: bool = False) -> bool:
         DeepSpeed's default, which are served as without ``attach``.
     """
     hook = _hook()
+    urls.attach(engine, hook)
     return sealing.attach(engine, hook.seals, hook.fs, keep_zip_sums=keep_zip_sums)
 
 

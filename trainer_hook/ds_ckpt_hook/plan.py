@@ -24,6 +24,7 @@ class About:
     kind: str = "checkpoint"
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     pin: bool = False
+    destination: str | None = None
 
 
 @dataclass(frozen=True)

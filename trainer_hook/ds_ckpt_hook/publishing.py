@@ -299,6 +299,7 @@ def _manifest(job: Job, pieces: Sequence[Piece]) -> NodeManifest:
         kind=plan.about.kind,
         metrics=dict(plan.about.metrics),
         pin=plan.about.pin,
+        destination=plan.about.destination,
         parent=session.parent,
         world_size=session.world_size,
         nodes=plan.nodes,

@@ -70,8 +70,12 @@ def agree_on_resume(
     destination: str | None = None,
     timeout: float | None = None,
     folders: str | None = None,
+    tag: str | None = None,
 ) -> str | None:
-    """See :func:`ds_ckpt_hook.agree_on_resume`."""
+    """See :func:`ds_ckpt_hook.agree_on_resume`.
+
+    With a ``tag`` the newest save of that tag, and never from scratch.
+    """
     patience = hook.settings.resume_timeout if timeout is None else timeout
     url = destination or hook.settings.destination
     place, problem = hook.locate(save_dir)
@@ -79,7 +83,7 @@ def agree_on_resume(
         session = hook.session(place, problem)
         if place is None:
             raise AgreementError(problem)  # noqa: TRY301 - the handshake has told all ranks
-        return _agree(hook, session, place, url, patience, folders)
+        return _agree(hook, session, place, url, patience, folders, tag)
     except AgreementError:
         raise
     except CkptError as error:
@@ -96,9 +100,10 @@ def _agree(
     url: str | None,
     patience: float,
     folders: str | None,
+    tag: str | None,
 ) -> str | None:
     with contextlib.ExitStack() as stack:  # the sidecar takes nothing away meanwhile
-        return _agree_undisturbed(hook, session, place, url, patience, folders, stack)
+        return _agree_undisturbed(hook, session, place, url, patience, folders, tag, stack)
 
 
 def _agree_undisturbed(
@@ -108,6 +113,7 @@ def _agree_undisturbed(
     url: str | None,
     patience: float,
     folders: str | None,
+    tag: str | None,
     stack: contextlib.ExitStack,
 ) -> str | None:
     offer, own = _offer(hook, session, place, url, folders, stack)
@@ -121,6 +127,8 @@ def _agree_undisturbed(
     options = rank_options(
         [offers[rank].held for rank in session.leaders.values()], offers[0].committed
     )
+    if tag is not None:
+        options = [option for option in options if option.tag == tag]
     failures: list[str] = []
     agreed: Option | None = None
     for option in options:
@@ -130,6 +138,9 @@ def _agree_undisturbed(
             break
         failures.append(f"{option.tag!r}: {'; '.join(failed[:4])}")
         logger.error("cannot resume from %s", failures[-1])
+    if agreed is None and tag is not None:
+        why = " | ".join(failures[:4]) or "no node's volume and no committed checkpoint has it"
+        raise AgreementError(f"tag {tag!r} cannot be loaded on every node: {why}")
     if agreed is None and not offers[0].start_fresh:
         _refuse_scratch(offers, url, failures)
     _settle(hook, session, place, agreed, patience, folders)

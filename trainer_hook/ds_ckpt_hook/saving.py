@@ -58,6 +58,7 @@ def after_save(
     pin: bool = False,
     wait: bool = False,
     strict: bool = False,
+    destination: str | None = None,
 ) -> Save:
     """See :func:`ds_ckpt_hook.after_save`."""
     step = getattr(engine, "global_steps", None)
@@ -65,7 +66,7 @@ def after_save(
         source=EngineSource(engine),
         tag=f"global_step{step}" if tag is None else str(tag),
         save_dir=save_dir,
-        about=_about(step, metrics, kind, pin),
+        about=_about(step, metrics, kind, pin, destination),
     )
     return _hand_over(hook, request, wait=wait, strict=strict)
 
@@ -126,7 +127,13 @@ def _hand_over(hook: Hook, request: Request, *, wait: bool, strict: bool) -> Sav
     return save
 
 
-def _about(step: object, metrics: Mapping[str, float] | None, kind: str, pin: bool) -> About:
+def _about(
+    step: object,
+    metrics: Mapping[str, float] | None,
+    kind: str,
+    pin: bool,
+    destination: str | None = None,
+) -> About:
     """The call in plain values; never raises, because every rank must come to the exchange."""
     try:
         numbers = {str(name): _number(value) for name, value in dict(metrics or {}).items()}
@@ -138,6 +145,7 @@ def _about(step: object, metrics: Mapping[str, float] | None, kind: str, pin: bo
         kind=str(kind),
         metrics=numbers,
         pin=bool(pin),
+        destination=destination,
     )
 
 
