@@ -116,6 +116,7 @@ class Curator:
         now = self._catalog.store_time(CLOCK_NAME)
         wanted = sorted((self._decided(each) for each in set(save_ids)), key=_order)
         ids = [record.save_id for record in wanted]
+        self._point()
         for record in wanted:
             self._refuse_kept(record, ids, now, even_newest=even_newest)
         given_up = [self._give_up(each, ids, now, even_newest=even_newest) for each in ids]
@@ -154,14 +155,11 @@ class Curator:
         if pinned is None:
             return None
         try:
-            deleted = self._catalog.replace(record, state="deleted", reason=BY_NAME)
-            if deleted is not None:
-                self._point()
+            return self._catalog.replace(record, state="deleted", reason=BY_NAME)
         finally:
             if not heir.pin:  # a pin that stays behind does no harm
                 with contextlib.suppress(StoreError):
                     self._catalog.replace(pinned, pin=False)
-        return deleted
 
     def _refuse_kept(
         self, record: Record, wanted: Collection[str], now: float, *, even_newest: bool

@@ -158,6 +158,18 @@ def test_the_record_goes_first_and_the_objects_with_a_later_call(prefix: Prefix)
     assert (again.objects, again.left) == (0, "")
 
 
+def test_what_others_gave_up_or_a_pause_protects_stays_as_long_as_it_should(
+    prefix: Prefix,
+) -> None:
+    agents, earlier = prefix.commit("agents"), prefix.commit("earlier")
+    now, _ = prefix.commit("now"), prefix.commit("new")
+    prefix.catalog.replace(agents, state="deleted", reason="retention")
+    prefix.clock.sleep(3601)  # the agent's pause may be longer than ours
+    curator(prefix).delete([earlier.save_id])
+    curator(prefix).delete([now.save_id], at_once=True)
+    assert [objects(prefix, each) for each in (agents, earlier, now)] == [1, 1, 0]
+
+
 def test_at_once_the_objects_go_too_and_only_those_that_the_record_lists(prefix: Prefix) -> None:
     old, _ = prefix.commit("old", FILES), prefix.commit("new")
     prefix.put(f"{old.folder}/put by hand", b"keep")
@@ -217,6 +229,15 @@ def test_latest_and_the_newest_of_each_run_are_not_taken_by_accident(prefix: Pre
     assert states(prefix) == {"own": "committed", "foreign": "committed", "next": "deleted"}
 
 
+def test_what_latest_names_stays_also_if_a_newer_one_was_just_committed(prefix: Prefix) -> None:
+    old = prefix.commit("old")
+    prefix.fault("list", "call", RECORDS, skip=1, action=lambda: prefix.commit("new"))
+    with pytest.raises(KeptError, match="what a restart resumes from"):
+        curator(prefix).delete([old.save_id])
+    curator(prefix).delete([old.save_id])
+    assert states(prefix) == {"old": "deleted", "new": "committed"}
+
+
 def test_retention_that_gives_up_the_next_one_meanwhile_leaves_one(prefix: Prefix) -> None:
     """It was about to take the older one, since a newer stood above it; that newer one goes."""
     old, new = prefix.commit("old"), prefix.commit("new")
@@ -227,6 +248,14 @@ def test_retention_that_gives_up_the_next_one_meanwhile_leaves_one(prefix: Prefi
     assert retain(prefix, pause=0) == ()
     assert states(prefix) == {"old": "committed", "new": "deleted"}
     assert prefix.text("latest") == old.folder
+
+
+def test_what_takes_the_place_is_of_the_same_run(prefix: Prefix) -> None:
+    old, new = prefix.commit("old"), prefix.commit("new")
+    prefix.commit("foreign", run_id="other")
+    at_record(prefix, old, lambda: beside(prefix).delete([new.save_id], even_newest=True))
+    assert retain(prefix, pause=0) == ()
+    assert states(prefix) == {"old": "committed", "new": "deleted", "foreign": "committed"}
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -264,6 +293,13 @@ def test_a_pin_that_comes_before_the_swap_saves_it(prefix: Prefix) -> None:
     with pytest.raises(KeptError, match="it is pinned"):
         curator(prefix).delete([old.save_id], at_once=True)
     assert states(prefix)["old"] == "committed"
+
+
+def test_a_pin_that_was_on_what_takes_the_place_stays_on(prefix: Prefix) -> None:
+    prefix.commit("old", pin=True)
+    new = prefix.commit("new")
+    curator(prefix).delete([new.save_id], even_newest=True)
+    assert pins(prefix) == {"old"}
 
 
 def test_a_users_pin_on_what_takes_the_place_is_not_taken_off(prefix: Prefix) -> None:
