@@ -137,7 +137,7 @@ class Checker:
             self.fails(f"I6: the newest checkpoint {record.folder} was given up")
         self._by_the_newest(record)
         latest = self._objects().get("latest")
-        if latest is not None and latest.data.decode() == record.folder:
+        if latest is not None and latest.data.decode().strip() == record.folder:
             self.fails(f"I2: {record.folder} was given up and latest names it")
 
     def _by_the_newest(self, record: Record) -> None:
@@ -165,7 +165,7 @@ class Checker:
         if after is None:
             self.fails("I2: latest was deleted")
             return
-        folder = after.data.decode()
+        folder = after.data.decode().strip()
         found = self.committed.get(folder.rpartition("@")[2])
         if found is None or found[0].folder != folder:
             self.fails(f"I2: latest names {folder}, which is not committed")
@@ -266,7 +266,7 @@ class Checker:
         latest = objects.get("latest")
         if newest is not None:
             folder = next(r.folder for r, _ in self.committed.values() if r.order == newest)
-            if latest is None or latest.data.decode() != folder:
+            if latest is None or latest.data.decode().strip() != folder:
                 said = latest.data.decode() if latest else None
                 self.fails(f"I2: at rest latest names {said} and {folder} is the newest")
         self._follow_training(data)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from ds_ckpt_store.catalog import STALE_AFTER, Catalog
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.curate import BY_NAME
 from ds_ckpt_store.deciding import for_deciding
 from ds_ckpt_store.errors import DamagedError, MissingExtraError
 from ds_ckpt_store.restore import Restore, is_restored
@@ -36,8 +37,10 @@ class Committed:
     run_id: str
 
 
-def committed(destination: str, clock: Clock, rng: random.Random) -> list[Committed]:
-    """All committed checkpoints of a store.
+def decided(
+    destination: str, clock: Clock, rng: random.Random
+) -> tuple[list[Committed], frozenset[str]]:
+    """All committed checkpoints of a store, and the ids of those that were deleted by name.
 
     Raises:
         SettingsError: the URL cannot work.
@@ -47,14 +50,15 @@ def committed(destination: str, clock: Clock, rng: random.Random) -> list[Commit
     """
     with reading(destination, clock, rng) as store:
         catalog = Catalog(store, rng)
-        records = catalog.committed()
+        every = catalog.records()
+        records = [record for record in every if record.state == "committed"]
         if catalog.damaged and not records:
             raise DamagedError(
                 f"{len(catalog.damaged)} records cannot be read, and no committed one is left: "
                 + "; ".join(catalog.damaged.values()),
                 tuple(catalog.damaged),
             )
-        return [
+        committed = [
             Committed(
                 save_id=record.save_id,
                 tag=record.tag,
@@ -65,6 +69,8 @@ def committed(destination: str, clock: Clock, rng: random.Random) -> list[Commit
             )
             for record in records
         ]
+        unwanted = (r.save_id for r in every if r.state == "deleted" and r.reason == BY_NAME)
+        return committed, frozenset(unwanted)
 
 
 def restore(
@@ -136,4 +142,4 @@ def _opened(
         store.close()
 
 
-__all__ = ["Committed", "committed", "deciding", "is_restored", "reading", "restore"]
+__all__ = ["Committed", "decided", "deciding", "is_restored", "reading", "restore"]
