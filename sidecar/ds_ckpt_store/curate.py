@@ -242,7 +242,7 @@ class Curator:
         held, unknown = self._catalog.holds(now)
         if record.save_id in held:
             return "a restore holds it (one that was killed lets go by itself, within an hour)"
-        return "a hold cannot be read, and may be of it" if unknown else ""
+        return "a hold of this prefix cannot be read, and may be of it" if unknown else ""
 
     def _lost(self, operation: str, save_id: str) -> TransientError:
         return TransientError(

@@ -251,6 +251,9 @@ def test_a_save_is_named_by_entry_id_or_tag(prefix: Prefix) -> None:
             call("a", "twice")
         with pytest.raises(NothingCommittedError, match="no checkpoint 'd'; committed tags: 'a'"):
             call("a", "d")
+        for name in ("../x", "", "latest", "a@" + history[0].save_id):
+            with pytest.raises(NothingCommittedError, match="holds no checkpoint"):
+                call("a", name)
     assert set(states(prefix).values()) == {"committed"}
     done = history.delete("a", history[3], history[4].save_id, at_once=True)
     assert [(each.tag, each.objects) for each in done] == [("a", 1), ("twice", 1), ("twice", 1)]

@@ -18,7 +18,14 @@ from tests.simulation.checker import Checker, not_one_save
 from tests.simulation.cloud import Cloud
 from tests.simulation.disk import Disk, tree
 from tests.simulation.kernel import Kernel, Process
-from tests.simulation.pods import STALE_SECONDS, AgentOptions, run_agent, run_curator, run_gc, run_restore
+from tests.simulation.pods import (
+    STALE_SECONDS,
+    AgentOptions,
+    run_agent,
+    run_curator,
+    run_gc,
+    run_restore,
+)
 from tests.simulation.trainer import Attempt, Meeting, marks_of, train
 
 LEAST_SAVES = 5

@@ -422,7 +422,7 @@ def test_a_restore_that_chose_it_and_holds_it_after_the_swap_stops(
 def test_a_hold_that_nobody_can_read_keeps_all(prefix: Prefix) -> None:
     old, _ = prefix.commit("old"), prefix.commit("new")
     prefix.put(".ds_ckpt/holds/odd.json", b"{")
-    with pytest.raises(KeptError, match="a hold cannot be read"):
+    with pytest.raises(KeptError, match="a hold of this prefix cannot be read"):
         curator(prefix).delete([old.save_id])
 
 

@@ -175,8 +175,9 @@ class History(Sequence[Checkpoint]):
     def delete(
         self, *saves: Checkpoint | str, even_newest: bool = False, at_once: bool = False
     ) -> list[Deleted]:
-        """Delete checkpoints: from now on they are none, and nothing resumes from them.
+        """Delete checkpoints: from now on they are none, and are restored no more.
 
+        ``agree_on_resume`` with a destination passes over them, though the volumes may hold them.
         All are judged before the first is given up. Their files go when an hour has passed, for
         readers that have just begun: with a later call, the agent's retention, or ``ds-ckpt gc``.
         A call that died half way is repeated.
@@ -190,7 +191,8 @@ class History(Sequence[Checkpoint]):
             What became of each: how many objects are gone, and why others are left.
 
         Raises:
-            KeptError: one is pinned, being restored, the newest, or the last; nothing was deleted.
+            KeptError: one is pinned, being restored, the newest, or the last. Nothing was deleted,
+                unless it came to be so while others were.
             InputError: see :meth:`pin`; so for the others.
         """
         if not saves:
