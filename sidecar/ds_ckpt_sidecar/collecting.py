@@ -18,10 +18,11 @@ from ds_ckpt_sidecar.reading import opened
 from ds_ckpt_sidecar.settings import Seconds, check
 from ds_ckpt_store.catalog import STALE_AFTER, Catalog
 from ds_ckpt_store.collect import CLOCK_NAME, OLDER_THAN, Collector, Finding, Kind
-from ds_ckpt_store.contract.clock import fresh_token, system_random
-from ds_ckpt_store.errors import InputError, WeakStoreError
+from ds_ckpt_store.contract.clock import system_random
+from ds_ckpt_store.deciding import for_deciding
+from ds_ckpt_store.errors import InputError
 from ds_ckpt_store.stores.port import Store
-from ds_ckpt_store.stores.probe import fit, for_reading, probe
+from ds_ckpt_store.stores.probe import for_reading
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
@@ -103,7 +104,16 @@ def gc(
             raise InputError("say where: give the URL, or set DS_CKPT_DESTINATION")
         with opened(settings.destination, stall_seconds) as store:
             run = _run(for_reading(store), settings)
-            store = for_reading(store) if dry_run else _for_deciding(store, settings)
+            if dry_run:
+                store = for_reading(store)
+            else:
+                store = for_deciding(
+                    store,
+                    system_random(),
+                    CLOCK_NAME,
+                    allow_weak=settings.allow_weak_store,
+                    stale_after=settings.lease_stale_seconds,
+                )
             collector = Collector(
                 Catalog(store, system_random()),
                 run,
@@ -144,29 +154,6 @@ def _run(store: Store, settings: GcSettings) -> str:
         err=True,
     )
     return owner.run_id
-
-
-def _for_deciding(store: Store, settings: GcSettings) -> Store:
-    """The store as agents write to it: gc takes the same decisions by the same writes."""
-    rng = system_random()
-    findings = probe(store, rng, f"gc-{fresh_token(rng)}")
-    fitted = fit(store, findings, allow_weak=settings.allow_weak_store)
-    if not findings.conditional_create:
-        _need_silence(Catalog(fitted, rng), settings.lease_stale_seconds)
-    return fitted
-
-
-def _need_silence(catalog: Catalog, seconds: float) -> None:
-    """On a store that cannot decide between two writers, gc must be the only one."""
-    lease = catalog.lease()
-    if lease is None or not lease[0].unfinished:
-        return
-    age = catalog.store_time(CLOCK_NAME) - lease[1]
-    if age < seconds:
-        raise WeakStoreError(
-            f"{catalog.store.url} has no conditional create, and an agent was at work there "
-            f"{age:.0f} s ago: it and gc could both decide a save; run gc when the agent has ended"
-        )
 
 
 # ---- what is printed

@@ -388,7 +388,7 @@ class Lifecycle:
             superseded = known.reason
         self._withdraw(save)
         if record.state == "deleted":
-            self.enter(save, "committed", "deleted since by retention")
+            self.enter(save, "committed", f"given up since: {record.reason}")
         else:
             self.enter(
                 save, "superseded" if superseded else "abandoned", superseded or record.reason

@@ -15,7 +15,8 @@
 Nothing else knows a key under ``.ds_ckpt/``. A decision is one conditional write. After a write
 whose answer was lost, or that lost its condition, the object is read and the decision taken
 anew; nothing is cleaned up on a guess. Mutable documents carry a fresh nonce in each version, so
-that a version token never returns; ``latest`` only moves forward, which gives the same.
+that a version token never returns; ``latest`` moves forward, which gives the same, and where it is
+put back it ends with a random number of empty lines.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ _HOLDS = f"{_OWN}/holds/"
 _CLOCK = f"{_OWN}/clock/"
 _REMEMBERED_ATTEMPTS = 1000
 _STEP = 2  # between two epochs: one is left for attempts that no sidecar saw while they ran
+_MOST_BLANKS = 100  # at the end of a pointer that was put back; shells and readers strip them
 _BEGAN_SLACK = 2.0  # seconds that a look at the store's clock may take
 _BEGAN_NOISE = _BEGAN_SLACK + 1.0  # seconds; stores tell their time in whole ones
 STALE_AFTER = 600.0
@@ -483,21 +485,24 @@ class Catalog:
                 raw, info = self.store.get(names.LATEST)
             except NotFoundError:
                 condition: IfAbsent | IfVersion = IfAbsent()
+                text = record.folder
             else:
-                text = raw[:4096].decode(errors="replace").strip()
-                named = self._named_by(text)
-                if named is None and self.latest_text() != text:
+                said = raw[:4096].decode(errors="replace").strip()
+                named = self._named_by(said)
+                if named is None and self.latest_text() != said:
                     continue  # it was changed on its way, or just now
                 if named is not None and named.order >= record.order:
                     return False
                 condition = IfVersion(info.version)
+                # Over what is no checkpoint (any more) it may go back to what it said before. A
+                # token that is a hash of the content must not come back with that.
+                blanks = 0 if named is not None else self._rng.randint(1, _MOST_BLANKS)
+                text = record.folder + "\n" * blanks
             now = self.record(record.save_id)
             if now is None or now.state != "committed":
                 return False
             with contextlib.suppress(PreconditionError, AmbiguousError):
-                self.store.put(
-                    names.LATEST, BytesSource(record.folder.encode()), condition=condition
-                )
+                self.store.put(names.LATEST, BytesSource(text.encode()), condition=condition)
                 return True
 
     def _named_by(self, folder: str) -> Record | None:

@@ -29,6 +29,7 @@
     |-- NoRoomError                the volume has too little room; nothing was begun
     |-- DamagedError               a committed checkpoint does not match its record
     |-- NothingCommittedError      there is no committed checkpoint to take
+    |-- KeptError                  a checkpoint that must stay was to be deleted
     |-- PausedError                work was asked to stop and can be continued
     `-- DemoError                  the demo did not show what it should
 
@@ -188,6 +189,10 @@ class DamagedError(CkptError):
 
 class NothingCommittedError(CkptError):
     """There is no committed checkpoint under this prefix, or none with this tag."""
+
+
+class KeptError(CkptError):
+    """A checkpoint was to be deleted and must stay: it is pinned, held, the newest or the last."""
 
 
 class PausedError(CkptError):

@@ -145,8 +145,8 @@ class Restore:
             now = self.catalog.record(record.save_id)
             if now is None or now.state != "committed":
                 raise NothingCommittedError(
-                    f"checkpoint {record.tag!r} (save {record.save_id}) was deleted by retention "
-                    "just now; run the restore again to take the newest one"
+                    f"checkpoint {record.tag!r} (save {record.save_id}) was deleted just now, by "
+                    "retention or by name; run the restore again to take the newest one"
                 )
             placed = _Placement(volume, record)
             placed.forget_others()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import ds_ckpt_hook
 from ds_ckpt_hook import local
 from ds_ckpt_hook.errors import AgreementError
 from ds_ckpt_hook.local import Held
@@ -431,3 +432,18 @@ def test_newest_is_by_epoch_then_time_and_never_by_the_tag() -> None:
     node1 = {save.save_id: save for save in (old, new, unknown)}
     order = [option.save_id for option in rank_options([node0, node1], committed)]
     assert order == ["e", "d", "b", "c", "a"]
+
+
+def test_what_was_deleted_by_name_is_not_resumed_from_though_all_volumes_hold_it(
+    folders: Folders, tmp_path: Path
+) -> None:
+    """The loss had exploded in it: it must not come back from where it was saved."""
+    volumes = folders(2)
+    url = f"file://{tmp_path}/store"
+    job = Job(volumes)
+    for tag in ("good", "bad"):
+        commit(url, volumes, str(job.save(tag)[0].save_id))
+    ds_ckpt_hook.history(url).delete("bad", even_newest=True)
+    assert Job(volumes).resume(destination=url) == ["good", "good"]
+    assert pointers(volumes) == ["good", "good"]
+    assert f"bad/{MODEL}" in aside(volumes[0])

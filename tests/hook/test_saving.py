@@ -103,6 +103,31 @@ def test_what_rank_0_says_of_a_save_counts_on_every_node(folders: Folders) -> No
         assert (manifest.metrics, manifest.kind, manifest.pin) == ({"loss": 0.5}, "epoch", True)
 
 
+class Vector:
+    """As a tensor of several values answers."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("cannot be converted to a scalar")
+
+
+def test_metrics_and_kinds_that_cannot_be_kept_cost_no_save(
+    folders: Folders, caplog: pytest.LogCaptureFixture
+) -> None:
+    (volume,) = folders(1)
+    job = Job([volume, volume])
+    many = {f"m{number:03}": 1.0 for number in range(300)}
+    odd = {"": 1.0, "x" * 257: 1.0, "a\nb": 1.0, "\ud800": 1.0, "huge": 10**400, "v": Vector()}
+    job.save("one", metrics={"loss": 0.5, **odd}, kind="")
+    job.save("two", metrics=many, kind="a\x00b")
+    job.save("three", metrics=Vector())
+    one, two, three = manifests(volume)
+    assert (one.kind, one.metrics) == ("checkpoint", {"loss": 0.5, "huge": None, "v": None})
+    assert (two.kind, two.metrics) == ("checkpoint", dict(list(many.items())[:256]))
+    assert three.metrics == {}
+    for told in ("kind '' is left out", "'m256'", "'a\\nb'", "metrics are left out, they are no"):
+        assert told in caplog.text
+
+
 def test_a_save_dir_inside_the_volume_keeps_its_place_there(folders: Folders) -> None:
     (volume,) = folders(1)
     job = Job([volume / "runs" / "a"], directory=str(volume))

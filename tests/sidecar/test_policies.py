@@ -19,7 +19,9 @@ import pytest
 from botocore.awsrequest import AWSResponse
 from typer.testing import CliRunner, Result
 
+import ds_ckpt_hook
 from ds_ckpt_sidecar.commands import app
+from ds_ckpt_store.errors import AccessError
 from tests import servers
 from tests.sidecar.handoff import Trainer
 
@@ -226,6 +228,25 @@ def test_a_restore_reads_with_the_right_to_restore_and_holds_what_it_reads(
     for command in (["ls"], ["verify"]):
         assert place.run(*command, place.url).exit_code == 0
     assert guard.refused == []
+
+
+def test_history_is_looked_at_pinned_and_deleted_from_with_the_rights_of_others(
+    place: Place,
+) -> None:
+    place.store_all_ways(place.under("upload"))
+    guard = place.under("restore")
+    history = ds_ckpt_hook.history(place.url)
+    assert guard.refused == []
+    guard = place.under("upload")
+    history.pin("whole")
+    history.unpin("whole")
+    with pytest.raises(AccessError, match="whole@"):
+        history.delete("whole", at_once=True)
+    assert {action for action, _ in guard.refused} == {"s3:DeleteObject"}
+    guard = place.under("upload", "retention")
+    assert history.delete("whole", at_once=True)[0].left == ""
+    assert guard.refused == []
+    assert not [key for key in place.objects() if key.startswith("whole@")]
 
 
 def test_doctor_reads_the_rules_of_the_bucket_where_it_may(place: Place) -> None:

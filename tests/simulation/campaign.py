@@ -65,6 +65,14 @@ MUST_HAPPEN = {
         "passes refused for another run",
     ),
     "the way back": ("restore", "restores", "roll back"),
+    "people": (
+        "curate",
+        "pins by name",
+        "deletions by name",
+        "checkpoints given up by name",
+        "refused by name",
+        "moves of latest back, by name",
+    ),
     "retention and gc": (
         "checkpoints given up by retention",
         "gc",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ds_ckpt_store.contract.digest import crc32c, to_hex
 from ds_ckpt_store.contract.manifest import NodeManifest, Restored, parse
+from ds_ckpt_store.curate import BY_NAME
 from ds_ckpt_store.errors import CkptError
 from ds_ckpt_store.records import Intent, Owner, Record, StoredFile
 from ds_ckpt_store.stores.memory import StoredObject
@@ -25,7 +26,7 @@ RECEIPTS = ".ds_ckpt/receipts/"
 OWNER = ".ds_ckpt/owner.json"
 NEXT = {
     None: {"committed", "abandoned"},
-    "committed": {"deleted"},
+    "committed": {"committed", "deleted"},  # a pin
     "deleted": {"deleted"},
     "abandoned": set(),
 }
@@ -51,10 +52,12 @@ class Checker:
         self.committed: dict[str, tuple[Record, dict[str, StoredFile]]] = {}
         self.states: dict[str, str] = {}
         self.published: dict[str, dict[str, Published]] = {}
+        self.by_name: set[str] = set()  # folders of what people deleted
         self.largest_epoch = 0
         self.attempt = ""
         self.passed_at = 0.0
         self.pointed: tuple[int, int, str] = (0, 0, "")
+        self.pointed_at = ""
         self._stale = stale_seconds
         self._manifests: dict[tuple[int, int], NodeManifest | None] = {}
 
@@ -110,7 +113,7 @@ class Checker:
         if record.state == "committed":
             files = dict(record.objects())
             self.committed[record.save_id] = (record, files)
-            self.kernel.chance.count("records committed")
+            self.kernel.chance.count("records pinned" if former else "records committed")
             self._is_whole(record)
         elif record.state == "deleted" and former is not None and former.state == "committed":
             self._given_up(record)
@@ -130,6 +133,12 @@ class Checker:
             self.fails(f"I1: the committed checkpoint {record.folder} is torn: {torn}")
 
     def _given_up(self, record: Record) -> None:
+        if record.reason == BY_NAME:
+            self.kernel.chance.count("checkpoints given up by name")
+            self.by_name.add(record.folder)
+            if not self.committed:
+                self.fails(f"I6: {record.folder} was deleted by name and was the last one")
+            return
         own = [r.order for r, _ in self.committed.values() if r.run_id == record.run_id]
         if not own:
             self.fails(f"I6: the last checkpoint {record.folder} was given up")
@@ -137,7 +146,7 @@ class Checker:
             self.fails(f"I6: the newest checkpoint {record.folder} was given up")
         self._by_the_newest(record)
         latest = self._objects().get("latest")
-        if latest is not None and latest.data.decode() == record.folder:
+        if latest is not None and latest.data.decode().strip() == record.folder:
             self.fails(f"I2: {record.folder} was given up and latest names it")
 
     def _by_the_newest(self, record: Record) -> None:
@@ -165,14 +174,16 @@ class Checker:
         if after is None:
             self.fails("I2: latest was deleted")
             return
-        folder = after.data.decode()
+        folder = after.data.decode().strip()
         found = self.committed.get(folder.rpartition("@")[2])
         if found is None or found[0].folder != folder:
             self.fails(f"I2: latest names {folder}, which is not committed")
             return
         if found[0].order < self.pointed:
-            self.fails(f"I6: latest moved back to {folder}")
-        self.pointed = found[0].order
+            if self.pointed_at not in self.by_name:
+                self.fails(f"I6: latest moved back to {folder}")
+            self.kernel.chance.count("moves of latest back, by name")
+        self.pointed, self.pointed_at = found[0].order, folder
 
     def _lease(self, before: StoredObject | None, after: StoredObject | None) -> None:
         if after is None:
@@ -266,7 +277,7 @@ class Checker:
         latest = objects.get("latest")
         if newest is not None:
             folder = next(r.folder for r, _ in self.committed.values() if r.order == newest)
-            if latest is None or latest.data.decode() != folder:
+            if latest is None or latest.data.decode().strip() != folder:
                 said = latest.data.decode() if latest else None
                 self.fails(f"I2: at rest latest names {said} and {folder} is the newest")
         self._follow_training(data)

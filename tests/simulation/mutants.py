@@ -208,8 +208,8 @@ MUTANTS = (
     Mutant(
         "lets each node resume from its own newest",
         f"{HOOK}/resume.py",
-        "        [offers[rank].held for rank in session.leaders.values()], offers[0].committed\n",
-        "        [own or offers[0].held], offers[0].committed\n",
+        "        [offers[rank].held for rank in session.leaders.values()],\n",
+        "        [own or offers[0].held],\n",
     ),
     Mutant(
         "cleans while the ranks choose",
@@ -248,6 +248,13 @@ MUTANTS = (
         f"{HOOK}/plan.py",
         "    if problems:\n        raise NotPublishedError",
         "    if False:\n        raise NotPublishedError",
+    ),
+    Mutant(
+        "deletes by name before the record says so",
+        f"{STORE}/curate.py",
+        "        given_up = [self._give_up(",
+        "        self._catalog.delete_objects(key for r in wanted for key, _ in r.objects())\n"
+        "        given_up = [self._give_up(",
     ),
     Mutant(
         "collects saves without a decision",

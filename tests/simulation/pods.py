@@ -1,4 +1,4 @@
-"""What the processes of a pod do, and those that come beside it: restore and gc."""
+"""What the processes of a pod do, and those that come beside it: restore, gc, and people."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from ds_ckpt_store.catalog import Catalog
 from ds_ckpt_store.collect import Collector
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.volume import Volume
-from ds_ckpt_store.errors import CkptError, NothingCommittedError
+from ds_ckpt_store.curate import Curator
+from ds_ckpt_store.errors import CkptError, KeptError, NothingCommittedError
 from ds_ckpt_store.restore import Restore
 from ds_ckpt_store.stores.port import Store
 from ds_ckpt_store.stores.probe import Findings, fit
@@ -199,3 +200,40 @@ def run_gc(
     for finding in found:
         count(f"collected: {finding.kind}{' (listed only)' if dry_run else ''}")
         process.kernel.say(f"gc {finding}")
+
+
+def run_curator(process: Process, cloud: Cloud, wanted: list[str], a: float, b: float) -> None:
+    """Somebody pins, unpins or deletes by name, and repeats it until it is done or refused.
+
+    Args:
+        wanted: save ids; chosen at the first look and kept by whoever repeats it after a death.
+        a, b: between 0 and 1; what is chosen, and what is done with it.
+    """
+    count = process.kernel.chance.count
+    while True:
+        try:
+            catalog = Catalog(retrying(process, cloud), process.stream.rng)
+            if not wanted:
+                newest = catalog.committed()[-3:]  # where it matters most
+                first = int(a * len(newest))
+                wanted += [each.save_id for each in newest[first : first + 1 + int(a * 10) % 2]]
+            if not wanted:
+                count("nothing to curate")
+                return
+            curator = Curator(catalog)
+            if b < 0.3:
+                for save_id in wanted:
+                    (curator.unpin if b < 0.1 else curator.pin)(save_id)
+                count("pins by name")
+            else:
+                curator.delete(wanted, even_newest=b > 0.5, at_once=b > 0.7)
+                count("deletions by name")
+        except (KeptError, NothingCommittedError) as error:
+            process.kernel.say(f"curator is refused: {error}")
+            count("refused by name")
+            return
+        except CkptError as error:
+            process.kernel.say(f"curator failed: {error}")
+            SimClock(process).sleep(5)
+        else:
+            return

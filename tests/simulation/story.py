@@ -18,7 +18,14 @@ from tests.simulation.checker import Checker, not_one_save
 from tests.simulation.cloud import Cloud
 from tests.simulation.disk import Disk, tree
 from tests.simulation.kernel import Kernel, Process
-from tests.simulation.pods import STALE_SECONDS, AgentOptions, run_agent, run_gc, run_restore
+from tests.simulation.pods import (
+    STALE_SECONDS,
+    AgentOptions,
+    run_agent,
+    run_curator,
+    run_gc,
+    run_restore,
+)
 from tests.simulation.trainer import Attempt, Meeting, marks_of, train
 
 LEAST_SAVES = 5
@@ -335,6 +342,7 @@ class World:
         self.kernel = kernel
         self.chance = chance
         self.resting = False
+        self.errands: set[str] = set()  # what somebody repeats until it is done
         self._numbers = 0
         rng = chance.rng("world")
         self.odds = draw_odds(rng)
@@ -432,7 +440,7 @@ class World:
         self.job.go_on()
 
     def _is_quiet(self) -> bool:
-        if self.cloud.pending or not self.job.finished:
+        if self.cloud.pending or self.errands or not self.job.finished:
             return False
         return not any(pod.busy or self._has_news(pod) for pod in self.job.pods)
 
@@ -528,6 +536,7 @@ class Hand:
             "full disk": 1,
             "restore": 3,
             "gc": 2,
+            "curate": 2,
             "second agent": 1,
             "lose journal": 1,
             "stop agent": 1,
@@ -652,6 +661,29 @@ class Hand:
         process.start(
             lambda: run_gc(process, world.cloud, "run", older_than=older_than, dry_run=b < 0.3)
         )
+
+    def _curate(self, a: float, b: float) -> None:
+        """Somebody keeps or throws away by name, and does it again if that dies half way."""
+        world = self._world
+        errand = f"curator-{world.next_number()}"
+        wanted: list[str] = []
+        world.errands.add(errand)
+
+        def go(tries: int = 0) -> None:
+            process = world.process(f"{errand}.{tries}")
+
+            def main() -> None:
+                run_curator(process, world.cloud, wanted, a, b)
+                world.errands.discard(errand)
+
+            def again() -> None:
+                if errand in world.errands:
+                    world.kernel.at(world.kernel.now + 5, lambda: go(tries + 1))
+
+            process.on_death.append(again)
+            process.start(main)
+
+        go()
 
     def _second_agent(self, a: float, b: float) -> None:
         """One more agent on a volume that has one: it stands by, or the lock does not hold."""

@@ -24,7 +24,17 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ds_ckpt_hook import feedback, resume, room, saving, sealing, subcheckpoints, urls
+from ds_ckpt_hook import (
+    checkpoints,
+    feedback,
+    resume,
+    room,
+    saving,
+    sealing,
+    subcheckpoints,
+    urls,
+)
+from ds_ckpt_hook.checkpoints import Checkpoint, History
 from ds_ckpt_hook.core import Hook, Notice
 from ds_ckpt_hook.errors import (
     AgreementError,
@@ -40,9 +50,11 @@ from ds_ckpt_store.errors import SettingsError
 
 __all__ = [
     "AgreementError",
+    "Checkpoint",
     "Committed",
     "ExchangeError",
     "FinalReport",
+    "History",
     "HookError",
     "NotPublishedError",
     "Notice",
@@ -58,6 +70,7 @@ __all__ = [
     "attach",
     "configure",
     "finalize",
+    "history",
     "last_committed",
     "on_notice",
     "on_preemption",
@@ -347,6 +360,29 @@ def agree_on_resume(
     return resume.agree_on_resume(
         _hook(), save_dir, destination=destination, timeout=timeout, folders=folders
     )
+
+
+def history(url: str, run_id: str | None = None, *, every: bool = False) -> History:
+    """The checkpoints that a store holds, oldest first: to compare, pin and delete.
+
+    It only reads, needs no other rank and no volume, and may be called anywhere. A store that does
+    not answer is asked for up to two minutes.
+
+    Args:
+        url: of the store, as the agent's ``--destination``.
+        run_id: only those of this run; None for all under the URL.
+        every: also saves without a decision yet, and those that were abandoned or deleted.
+
+    Returns:
+        A snapshot, with ``newest()``, ``best(metric, mode)``, ``pin``, ``unpin`` and ``delete``.
+        What could not be read is in its ``damaged``, and a warning in the log.
+
+    Raises:
+        SettingsError: the URL cannot work.
+        MissingExtraError: a library is not installed.
+        StoreError: the store could not be asked.
+    """
+    return checkpoints.history(url, run_id, every=every)
 
 
 def _hook() -> Hook:

@@ -1,7 +1,7 @@
-"""The store, as far as resuming needs it; the only place where the hook touches one.
+"""The store, as far as resuming and the history need it; the only place where the hook touches one.
 
-Imported inside ``agree_on_resume`` and only with a destination: a trainer that only hands over
-needs neither the store's code nor a cloud SDK.
+Imported inside ``agree_on_resume``, and only with a destination, and inside ``history``: a trainer
+that only hands over needs neither the store's code nor a cloud SDK.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from ds_ckpt_store.catalog import Catalog
+from ds_ckpt_store.catalog import STALE_AFTER, Catalog
 from ds_ckpt_store.contract.clock import Clock
 from ds_ckpt_store.contract.volume import Volume
+from ds_ckpt_store.curate import BY_NAME
+from ds_ckpt_store.deciding import for_deciding
 from ds_ckpt_store.errors import DamagedError, MissingExtraError
 from ds_ckpt_store.restore import Restore, is_restored
 from ds_ckpt_store.stores import open_store
 from ds_ckpt_store.stores.port import Store
+from ds_ckpt_store.stores.probe import for_reading
 from ds_ckpt_store.transfer.budget import Budget
 
 
@@ -34,8 +37,10 @@ class Committed:
     run_id: str
 
 
-def committed(destination: str, clock: Clock, rng: random.Random) -> list[Committed]:
-    """All committed checkpoints of a store.
+def decided(
+    destination: str, clock: Clock, rng: random.Random
+) -> tuple[list[Committed], frozenset[str]]:
+    """All committed checkpoints of a store, and the ids of those that were deleted by name.
 
     Raises:
         SettingsError: the URL cannot work.
@@ -43,16 +48,17 @@ def committed(destination: str, clock: Clock, rng: random.Random) -> list[Commit
         StoreError: the store did not answer.
         DamagedError: there are records, and not one that can be read.
     """
-    with _opened(destination, clock, rng) as store:
+    with reading(destination, clock, rng) as store:
         catalog = Catalog(store, rng)
-        records = catalog.committed()
+        every = catalog.records()
+        records = [record for record in every if record.state == "committed"]
         if catalog.damaged and not records:
             raise DamagedError(
                 f"{len(catalog.damaged)} records cannot be read, and no committed one is left: "
                 + "; ".join(catalog.damaged.values()),
                 tuple(catalog.damaged),
             )
-        return [
+        committed = [
             Committed(
                 save_id=record.save_id,
                 tag=record.tag,
@@ -63,6 +69,8 @@ def committed(destination: str, clock: Clock, rng: random.Random) -> list[Commit
             )
             for record in records
         ]
+        unwanted = (r.save_id for r in every if r.state == "deleted" and r.reason == BY_NAME)
+        return committed, frozenset(unwanted)
 
 
 def restore(
@@ -76,10 +84,44 @@ def restore(
     """
     budget = Budget(clock)
     with (
-        _opened(destination, clock, rng, budget.heed) as store,
+        reading(destination, clock, rng, budget.heed) as store,
         ThreadPoolExecutor(budget.fit, "ds_ckpt restore") as executor,
     ):
         Restore(store, executor, budget=budget, clock=clock, rng=rng).run(volume, save_id=save_id)
+
+
+@contextlib.contextmanager
+def reading(
+    destination: str,
+    clock: Clock,
+    rng: random.Random,
+    heed: Callable[[Exception], None] = lambda _: None,
+) -> Iterator[Store]:
+    """A store as a reader must see it, calls repeated; closed at the end.
+
+    Raises:
+        SettingsError: the URL cannot work.
+        MissingExtraError: a library is not installed.
+    """
+    with _opened(destination, clock, rng, heed) as store:
+        yield for_reading(store)
+
+
+@contextlib.contextmanager
+def deciding(destination: str, clock: Clock, rng: random.Random, name: str) -> Iterator[Store]:
+    """A store as agents write to it, calls repeated; closed at the end.
+
+    Raises:
+        SettingsError: the URL cannot work.
+        MissingExtraError: a library is not installed.
+        WeakStoreError: it cannot decide between two writers, and an agent is at work.
+        StoreError: it cannot be used.
+    """
+    with _opened(destination, clock, rng) as store:
+        lease = Catalog(for_reading(store), rng).owner()
+        stale = max(STALE_AFTER, lease.stale_seconds if lease is not None else 0.0)
+        # Agents have filled it, so it was accepted, however weak it is.
+        yield for_deciding(store, rng, name, allow_weak=True, stale_after=stale)
 
 
 @contextlib.contextmanager
@@ -90,15 +132,14 @@ def _opened(
     heed: Callable[[Exception], None] = lambda _: None,
 ) -> Iterator[Store]:
     try:
-        from ds_ckpt_store.stores.probe import for_reading
         from ds_ckpt_store.stores.retry import RetryStore
     except ModuleNotFoundError as error:
-        raise MissingExtraError(f"agree_on_resume from a store ({error.name})", "sidecar") from None
+        raise MissingExtraError(f"a store asked by the trainer ({error.name})", "sidecar") from None
     store = open_store(destination)
     try:
-        yield for_reading(RetryStore(store, clock, rng, on_retry=lambda retry: heed(retry.error)))
+        yield RetryStore(store, clock, rng, on_retry=lambda retry: heed(retry.error))
     finally:
         store.close()
 
 
-__all__ = ["Committed", "committed", "is_restored", "restore"]
+__all__ = ["Committed", "decided", "deciding", "is_restored", "reading", "restore"]

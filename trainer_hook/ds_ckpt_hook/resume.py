@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -36,13 +36,17 @@ logger = logging.getLogger("ds_ckpt_hook")
 
 @dataclass(frozen=True)
 class Offer:
-    """What one rank knows: a leader, what its volume holds; rank 0, what the store holds."""
+    """What one rank knows: a leader, what its volume holds; rank 0, what the store holds.
+
+    ``unwanted`` are saves that people deleted from the store by name.
+    """
 
     held: Mapping[str, Held] = field(default_factory=dict)
     unmanaged: Sequence[str] = ()
     durable: str = ""
     start_fresh: bool = False
     committed: Sequence[Committed] = ()
+    unwanted: Collection[str] = ()
     error: str = ""
     store_error: str = ""
 
@@ -125,7 +129,9 @@ def _agree_undisturbed(
     if store_error:
         logger.warning("the store cannot be read, only the volumes count: %s", store_error)
     options = rank_options(
-        [offers[rank].held for rank in session.leaders.values()], offers[0].committed
+        [offers[rank].held for rank in session.leaders.values()],
+        offers[0].committed,
+        offers[0].unwanted,
     )
     if tag is not None:
         options = [option for option in options if option.tag == tag]
@@ -202,6 +208,7 @@ def _offer(
     unmanaged: Sequence[str] = ()
     durable = ""
     committed: Sequence[Committed] = ()
+    unwanted: Collection[str] = ()
     store_error = ""
     if session.is_leader:
         try:
@@ -216,7 +223,8 @@ def _offer(
         try:
             from ds_ckpt_hook import remote
 
-            committed = _of_this_run(session, remote.committed(url, hook.clock, hook.rng))
+            every, unwanted = remote.decided(url, hook.clock, hook.rng)
+            committed = _of_this_run(session, every)
         except (CkptError, OSError, ImportError) as error:
             store_error = f"{url}: {reason_of(error)}"
     # Manifests may be large, and no other rank needs them.
@@ -227,6 +235,7 @@ def _offer(
         durable=durable,
         start_fresh=hook.settings.start_fresh,
         committed=committed,
+        unwanted=unwanted,
         store_error=store_error,
     )
     return offer, held
@@ -246,9 +255,11 @@ def _of_this_run(session: Session, committed: Sequence[Committed]) -> Sequence[C
 
 
 def rank_options(
-    held_by_node: Sequence[Mapping[str, Held]], committed: Sequence[Committed]
+    held_by_node: Sequence[Mapping[str, Held]],
+    committed: Sequence[Committed],
+    unwanted: Collection[str] = (),
 ) -> list[Option]:
-    """All saves that every node can have, newest first.
+    """All saves that every node can have, newest first, but for those that nobody wants back.
 
     Newest is by (epoch, time, id), as everywhere. A save that is not committed has the epoch that
     its attempt is known by, or else the newest: times never run backwards within a run.
@@ -261,7 +272,7 @@ def rank_options(
         Option(record.epoch, record.time_ms, record.save_id, record.tag, is_committed=True)
         for record in committed
     ]
-    for save_id in common - set(by_id):
+    for save_id in common - set(by_id) - set(unwanted):
         save = held_by_node[0][save_id]
         epoch = epochs.get(save.attempt, newest_epoch)
         options.append(Option(epoch, save.time_ms, save_id, save.tag, is_committed=False))

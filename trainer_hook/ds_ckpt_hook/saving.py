@@ -28,9 +28,12 @@ from ds_ckpt_hook.settings import Place
 from ds_ckpt_hook.sources import EngineSource, FolderSource, Source
 from ds_ckpt_store.contract import names
 from ds_ckpt_store.contract.clock import fresh_token
+from ds_ckpt_store.contract.manifest import MAX_METRICS, is_identifier
 from ds_ckpt_store.errors import CkptError
 
 logger = logging.getLogger("ds_ckpt_hook")
+
+_IDENTIFIER = "1 to 256 characters without control characters"
 
 
 @dataclass(frozen=True)
@@ -135,24 +138,46 @@ def _about(
     destination: str | None = None,
 ) -> About:
     """The call in plain values; never raises, because every rank must come to the exchange."""
-    try:
-        numbers = {str(name): _number(value) for name, value in dict(metrics or {}).items()}
-    except (TypeError, ValueError) as error:
-        logger.warning("metrics are left out, they are no mapping of names to numbers: %s", error)
-        numbers = {}
     return About(
         step=step if isinstance(step, int) else None,
-        kind=str(kind),
-        metrics=numbers,
+        kind=_kind(kind),
+        metrics=_numbers(metrics),
         pin=bool(pin),
         destination=destination,
     )
 
 
+def _kind(kind: Any) -> str:
+    word = str(kind)
+    if is_identifier(word):
+        return word
+    logger.warning("kind %.40r is left out: it is %s", word, _IDENTIFIER)
+    return "checkpoint"
+
+
+def _numbers(metrics: Any) -> dict[str, float | None]:
+    """What can be kept of metrics; the rest is left out, since it must not cost the save."""
+    try:
+        given = {str(name): _number(value) for name, value in dict(metrics or {}).items()}
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is no mapping
+        logger.warning("metrics are left out, they are no mapping of names to numbers: %s", error)
+        return {}
+    kept = dict([item for item in given.items() if is_identifier(item[0])][:MAX_METRICS])
+    left = [f"{name:.40}" for name in given if name not in kept]
+    if left:
+        logger.warning(
+            "metrics %s are left out: a name is %s, and %d metrics are the most",
+            left[:8],
+            _IDENTIFIER,
+            MAX_METRICS,
+        )
+    return kept
+
+
 def _number(value: Any) -> float | None:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except Exception:  # noqa: BLE001 - a tensor of many values, an integer of 400 digits
         return None
     return number if math.isfinite(number) else None
 

@@ -20,6 +20,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    TypeAdapter,
     ValidationError,
     field_validator,
     model_validator,
@@ -31,6 +32,7 @@ from ds_ckpt_store.errors import InputError, ManifestError, UnknownSchemaError
 SCHEMA = 1
 MAX_DOCUMENT_BYTES = 32 << 20
 MAX_SHARDS = 100_000
+MAX_METRICS = 256
 MAX_LIMITS_BYTES = 4096
 LEAST_BANDWIDTH = 64 << 10  # bytes per second; with less, stores close connections that stand still
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -69,6 +71,7 @@ Natural = Annotated[int, Field(ge=0, lt=1 << 63)]
 END_OF_TIME_MS = 253_402_300_800_000
 TimeMs = Annotated[int, Field(ge=0, lt=END_OF_TIME_MS)]
 Identifier = Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00-\x1f\x7f]+$")]
+_IDENTIFIER = TypeAdapter(Identifier)
 FRESH_SECONDS = 60.0
 """A heartbeat that is older is silence, if it says nothing else: one comes every few seconds."""
 
@@ -90,6 +93,15 @@ RECOVERY = "recovery"
 
 RESTING: frozenset[SaveState] = frozenset({"quarantined", "held"})
 """States in which a save stays until a person mends something."""
+
+
+def is_identifier(text: str) -> bool:
+    """Whether ``text`` can be an :data:`Identifier`: a kind, or the name of a metric."""
+    try:
+        _IDENTIFIER.validate_python(text)
+    except ValidationError:
+        return False
+    return True
 
 
 class Document(BaseModel):
@@ -185,7 +197,7 @@ class SaveInfo(Document):
     time_ms: TimeMs
     step: Natural | None = None
     kind: Identifier = "checkpoint"
-    metrics: dict[Identifier, float | None] = Field(default_factory=dict, max_length=256)
+    metrics: dict[Identifier, float | None] = Field(default_factory=dict, max_length=MAX_METRICS)
     pin: bool = False
     parent: SaveId | None = None
     world_size: Annotated[int, Field(ge=1, lt=1 << 31)] = 1
