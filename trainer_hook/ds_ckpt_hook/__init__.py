@@ -27,12 +27,12 @@ from typing import Any
 from ds_ckpt_hook import (
     checkpoints,
     feedback,
+    methods,
     resume,
     room,
     saving,
     sealing,
     subcheckpoints,
-    urls,
 )
 from ds_ckpt_hook.checkpoints import Checkpoint, History
 from ds_ckpt_hook.core import Hook, Notice
@@ -115,6 +115,10 @@ def attach(engine: Any, *, keep_zip_sums: bool = False) -> bool:
     node lacks, and loads it: on every rank, for any URL of a store. If a rank cannot, or ranks
     differ, all raise the same NotPublishedError before anything is written.
 
+    Where ``DS_CKPT_WHEN_FULL`` is ``wait`` or ``skip``, each ``save_checkpoint`` first asks
+    :func:`ready_to_save`; a save that is left out returns False, and ``after_save`` has nothing to
+    do. Then every rank must have called ``attach``.
+
     Args:
         engine: the DeepSpeed engine.
         keep_zip_sums: let torch compute its own sums over the records of its zip files as well.
@@ -125,7 +129,7 @@ def attach(engine: Any, *, keep_zip_sums: bool = False) -> bool:
         DeepSpeed's default, which are served as without ``attach``.
     """
     hook = _hook()
-    urls.attach(engine, hook)
+    methods.attach(engine, hook)
     return sealing.attach(engine, hook.seals, hook.fs, keep_zip_sums=keep_zip_sums)
 
 

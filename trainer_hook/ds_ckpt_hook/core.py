@@ -99,6 +99,7 @@ class Hook:
         settings: see :class:`Settings`.
         clock, rng, fs: time, chance, the volume's filesystem.
         connect: makes the exchange when it is first needed; raises SettingsError if it cannot.
+        left_out: tags that ``save_checkpoint`` has written on no rank, for want of room.
     """
 
     settings: Settings
@@ -109,6 +110,7 @@ class Hook:
 
     def __post_init__(self) -> None:
         self.saves: list[SaveState] = []
+        self.left_out: set[str] = set()
         self.seals = Seals()
         self.unfinished: list[Callable[[], bool]] = []
         self.worker = Worker(self.clock, self.settings.publish_timeout)

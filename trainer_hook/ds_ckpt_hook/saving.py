@@ -104,6 +104,11 @@ def _hand_over(hook: Hook, request: Request, *, wait: bool, strict: bool) -> Sav
     hook.saves.append(state)
     with contextlib.suppress(Exception):  # a word to the user must not cost a save
         tell(hook)
+    if request.tag in hook.left_out:
+        state.reason = "there was no room for it on the volume"
+        if strict:
+            raise NotPublishedError(f"tag {state.tag!r}: {state.reason}")
+        return Save(hook, state)
     try:
         hook.catch_up()
         if request.source.is_finished():

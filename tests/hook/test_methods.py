@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 
-from ds_ckpt_hook import urls
+from ds_ckpt_hook import methods
 from ds_ckpt_hook.core import Hook
 from ds_ckpt_hook.errors import AgreementError, NotPublishedError
+from ds_ckpt_hook.feedback import Save
 from ds_ckpt_hook.resume import agree_on_resume
+from ds_ckpt_hook.saving import after_save
 from tests.hook.processes import PYTHONPATH, lines_of, run_ranks
 from tests.hook.standin import Job, manifests
 from tests.hook.test_feedback import sidecar
+from tests.hook.test_room import LARGE, Small
 
 Folders = Callable[[int], list[Path]]
 URL = "s3://bucket/run"
@@ -29,7 +32,7 @@ def attached(job: Job, **settings: Any) -> None:
     for rank, hook in enumerate(job.hooks):
         own = {"directory": str(job.volumes[rank]), **settings}
         hook.settings = dataclasses.replace(hook.settings, **own)
-        urls.attach(job.engines[rank], hook)
+        methods.attach(job.engines[rank], hook)
 
 
 def save(job: Job, *what: tuple[str, str]) -> None:
@@ -70,7 +73,7 @@ def test_to_attach_twice_saves_once(folders: Folders) -> None:
     job = Job([volume])
     attached(job)
     before = job.engines[0].save_checkpoint
-    urls.attach(job.engines[0], job.hooks[0])
+    methods.attach(job.engines[0], job.hooks[0])
     assert job.engines[0].save_checkpoint is before
 
 
@@ -137,6 +140,36 @@ def test_a_tag_that_nobody_has_is_not_replaced_by_another(folders: Folders) -> N
         again.all_ranks(lambda _rank, hook: agree_on_resume(hook, volume, tag="b"))
     assert (volume / "a").is_dir()
     assert again.all_ranks(lambda _rank, hook: agree_on_resume(hook, volume, tag="a")) == ["a"]
+
+
+@pytest.mark.parametrize("given", [URL, "folder"])
+def test_a_save_for_which_a_node_has_no_room_is_left_out_on_all(
+    folders: Folders, caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    one, two = folders(2)
+    job = Job([one, two])
+    job.hooks[1].fs = disk = Small(LARGE)
+    job.save("first", "x" * 10_000)
+    attached(job, when_full="skip")
+    disk.free = 500
+
+    def call(rank: int, hook: Hook) -> tuple[Any, Save]:
+        engine, where = job.engines[rank], job.volumes[rank] if given == "folder" else given
+        written = engine.save_checkpoint(where, "second")
+        return written, after_save(hook, engine, "second", save_dir=job.volumes[rank])
+
+    for written, handle in job.all_ranks(call):
+        assert written is False
+        assert "no room" in handle.status().reason
+    assert "this save is left out on all ranks: rank 1: 0 MiB are left" in caplog.text
+    assert not (one / "second").exists()
+    disk.free = LARGE
+    for written, handle in job.all_ranks(call):
+        assert written is not False
+        assert handle.status().reason.startswith(("its checksums", "the sidecar"))
+    job.hooks[0].left_out.add("third")
+    with pytest.raises(NotPublishedError, match="no room"):
+        after_save(job.hooks[0], job.engines[0], "third", save_dir=one, strict=True)
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
-"""``engine.save_checkpoint("s3://bucket/run", tag)`` and ``engine.load_checkpoint("s3://...")``.
+"""What ``attach`` changes of an engine's own methods: URLs for folders, and room before a save.
 
-DeepSpeed writes to the volume as ever, and the sidecar stores it where the URL says; a load brings
-what this node lacks back onto the volume first. Before anything is written all ranks tell each
-other tag and URL, and a sidecar that stores elsewhere: what one rank cannot do, none begins.
+``engine.save_checkpoint("s3://bucket/run", tag)``: DeepSpeed writes to the volume as ever, and the
+sidecar stores it where the URL says; ``engine.load_checkpoint("s3://...")`` brings what this node
+lacks back onto the volume first. Before anything is written all ranks tell each other tag and URL,
+and a sidecar that stores elsewhere: what one rank cannot do, none begins.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import re
 from typing import Any
 
-from ds_ckpt_hook import resume, saving
+from ds_ckpt_hook import resume, room, saving
 from ds_ckpt_hook.core import Hook, reason_of
 from ds_ckpt_hook.errors import NotPublishedError
 from ds_ckpt_hook.feedback import sidecar_of
@@ -22,49 +23,71 @@ from ds_ckpt_store.contract.volume import Volume
 from ds_ckpt_store.errors import CkptError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://.", re.IGNORECASE)
-_MARK = "_ds_ckpt_takes_urls"
+_MARK = "_ds_ckpt_attached"
 
 
 def attach(engine: Any, hook: Hook) -> None:
-    """Let both methods of this engine take a URL; folders go to DeepSpeed as before."""
+    """Change both methods of this engine; what we have nothing to say to goes on as before."""
     for name, method in (("save_checkpoint", _save), ("load_checkpoint", _load)):
         original = getattr(engine, name, None)
         if original is not None and getattr(original, _MARK, None) is not hook:
-            setattr(engine, name, _taking_urls(engine, hook, original, method))
+            setattr(engine, name, _changed(engine, hook, original, method))
 
 
-def _taking_urls(engine: Any, hook: Hook, original: Any, method: Any) -> Any:
+def _changed(engine: Any, hook: Hook, original: Any, method: Any) -> Any:
     signature = inspect.signature(original)
     folder = next(iter(signature.parameters))
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        url = bound.arguments[folder]
-        if not isinstance(url, str) or not _URL.match(url):
-            return original(*args, **kwargs)
-        bound.arguments[folder] = hook.settings.directory
-        return method(engine, hook, original, bound, url.rstrip("/"))
+        given = bound.arguments[folder]
+        url = given.rstrip("/") if isinstance(given, str) and _URL.match(given) else None
+        if url is not None:
+            bound.arguments[folder] = hook.settings.directory
+        return method(engine, hook, original, bound, folder, url)
 
     setattr(call, _MARK, hook)
     return call
 
 
-def _save(engine: Any, hook: Hook, original: Any, call: inspect.BoundArguments, url: str) -> Any:
+def _save(
+    engine: Any,
+    hook: Hook,
+    original: Any,
+    call: inspect.BoundArguments,
+    folder: str,
+    url: str | None,
+) -> Any:
     tag = call.arguments.get("tag")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
-    _agree(hook, "save", tag, url)
+    if url is not None:
+        _agree(hook, "save", tag, url)
+    save_dir = call.arguments[folder]
+    if hook.settings.when_full != "warn" and not room.ready_to_save(hook, save_dir=save_dir):
+        hook.left_out.add(tag)
+        return False
+    hook.left_out.discard(tag)
     result = original(*call.args, **call.kwargs)
-    saving.after_save(hook, engine, tag, save_dir=hook.settings.directory, destination=url)
+    if url is not None:
+        saving.after_save(hook, engine, tag, save_dir=save_dir, destination=url)
     return result
 
 
-def _load(_engine: Any, hook: Hook, original: Any, call: inspect.BoundArguments, url: str) -> Any:
+def _load(
+    _engine: Any,
+    hook: Hook,
+    original: Any,
+    call: inspect.BoundArguments,
+    folder: str,
+    url: str | None,
+) -> Any:
+    if url is None:
+        return original(*call.args, **call.kwargs)
     tag = call.arguments.get("tag")
-    _agree(hook, "load", None if tag is None else str(tag), url)
-    agreed = resume.agree_on_resume(
-        hook, hook.settings.directory, destination=url, tag=None if tag is None else str(tag)
-    )
+    tag = None if tag is None else str(tag)
+    _agree(hook, "load", tag, url)
+    agreed = resume.agree_on_resume(hook, call.arguments[folder], destination=url, tag=tag)
     if agreed is None:
         return None, None  # as DeepSpeed says that there is nothing
     call.arguments["tag"] = agreed
