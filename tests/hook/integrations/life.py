@@ -130,10 +130,11 @@ class Life:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def committed(self) -> dict[str, Any]:
-        """What the store tells of each committed checkpoint, by tag."""
-        listed = json.loads(self.command("ls", self.destination, "--json"))
-        return {each["tag"]: each for each in listed["checkpoints"]}
+    def record(self, tag: str) -> dict[str, Any]:
+        """What the store tells of a committed checkpoint."""
+        told: dict[str, Any] = json.loads(self.command("show", self.destination, tag, "--json"))
+        assert told["state"] == "committed"
+        return told
 
 
 def _run(arguments: list[str], environ: Mapping[str, str], output: str) -> None:

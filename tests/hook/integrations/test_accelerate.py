@@ -29,7 +29,7 @@ def test_a_lost_pod_goes_on_from_the_store_with_the_same_losses(tmp_path: Path, 
     )
     known = run.loses_its_pod()
     assert not (run.volume / "checkpoints/checkpoint_0").exists()  # rotated away by Accelerate
-    record = run.committed()["checkpoints/checkpoint_0"]
+    record = run.record("checkpoints/checkpoint_0")
     assert record["step"] == 3
     assert record["metrics"] == {"loss": float.fromhex(known[3])}
     folder = tmp_path / "empty/checkpoints"

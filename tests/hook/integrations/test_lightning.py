@@ -33,7 +33,7 @@ def test_a_lost_pod_goes_on_from_the_store_with_the_same_losses(tmp_path: Path, 
     known = run.loses_its_pod()
     first = run.volume / "epoch=0-step=3.ckpt"
     assert not any(path.is_file() for path in first.rglob("*"))  # removed by Lightning
-    record = run.committed()["epoch=0-step=3.ckpt"]
+    record = run.record("epoch=0-step=3.ckpt")
     assert record["step"] == 3
     assert record["metrics"] == {"train_loss": float.fromhex(known[3])}
     found = run.goes_on(tmp_path / "empty", known)
