@@ -39,7 +39,7 @@ from ds_ckpt_store.errors import (
     RefusedError,
     ShardChangedError,
 )
-from ds_ckpt_store.records import Intent, Receipt, Record, StoredFile
+from ds_ckpt_store.records import Intent, PartSums, Receipt, Record, StoredFile
 from ds_ckpt_store.transfer.upload import LocalShard, Stored, Uploader
 
 DECIDED: frozenset[SaveState] = frozenset({"committed", "cleaned", "abandoned", "superseded"})
@@ -284,11 +284,15 @@ class Lifecycle:
             proof=",".join(sorted(proofs)),
             seconds=round(self._clock.monotonic() - started, 3),
         )
+        sums = {shard.key: _part_sums(shard) for shard in done}
         self._catalog.put_receipt(
             Receipt(
                 save_id=save.save_id,
                 node=manifest.node,
-                files=[_stored_file(shard, manifest.node) for shard in manifest.shards],
+                files=[
+                    _stored_file(shard, manifest.node, sums[_key(manifest, shard, companion=False)])
+                    for shard in manifest.shards
+                ],
                 companions=[_stored_file(shard, manifest.node) for shard in manifest.companions],
                 proof=",".join(sorted(proofs)),
             )
@@ -467,7 +471,15 @@ def _key(manifest: NodeManifest, shard: Shard, *, companion: bool) -> str:
     return f"{manifest.folder}/{path}"
 
 
-def _stored_file(shard: Shard, node: str) -> StoredFile:
+def _part_sums(stored: Stored) -> PartSums | None:
+    if not stored.part_sums:
+        return None
+    return PartSums(
+        size=stored.part_size, crc32c="".join(digest.to_hex(value) for value in stored.part_sums)
+    )
+
+
+def _stored_file(shard: Shard, node: str, parts: PartSums | None = None) -> StoredFile:
     return StoredFile(
         path=shard.path,
         size=shard.size,
@@ -475,6 +487,7 @@ def _stored_file(shard: Shard, node: str) -> StoredFile:
         node=node,
         rank=shard.rank,
         sha256=shard.sha256,
+        parts=parts,
     )
 
 

@@ -93,6 +93,7 @@ class Commit:
 
 
 DocumentT = TypeVar("DocumentT", bound=Document)
+StoredT = TypeVar("StoredT", Receipt, Record)
 
 
 class Catalog:
@@ -297,9 +298,9 @@ class Catalog:
         ]
 
     def put_receipt(self, receipt: Receipt) -> None:
-        """Say what this node has stored; the same bytes however often it is said."""
+        """Say what this node has stored; but for sums of parts, the same however often it is."""
         key = f"{_RECEIPTS}{receipt.save_id}/{receipt.node}.json"
-        self.store.put(key, BytesSource(receipt.to_bytes()))
+        self.store.put(key, BytesSource(_within_bounds(receipt).to_bytes()))
 
     def receipt_nodes(self, save_id: str) -> set[str]:
         """Ids of the nodes whose receipt is there."""
@@ -354,6 +355,7 @@ class Catalog:
         wrong = tuple(key for key, entry in objects if sizes.get(key) != entry.size)
         if wrong:
             return Commit(None, missing_objects=wrong)
+        record = _within_bounds(record)
         size = len(record.to_bytes())
         if size > MAX_DOCUMENT_BYTES:
             raise DamagedError(
@@ -718,6 +720,14 @@ class Catalog:
             except NotFoundError:
                 return None
             return info if stored == data else None
+
+
+def _within_bounds(document: StoredT) -> StoredT:
+    """The document, without the sums of parts if these make it too large to be read."""
+    if len(document.to_bytes()) <= MAX_DOCUMENT_BYTES:
+        return document
+    bare = [entry.model_copy(update={"parts": None}) for entry in document.files]
+    return document.model_copy(update={"files": bare})
 
 
 def _check_place(key: str, document: Document) -> None:

@@ -6,6 +6,8 @@ bounded, by schema, with paths that stay inside. Where they lie is the catalog's
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import (
@@ -17,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from ds_ckpt_store.contract import names
+from ds_ckpt_store.contract import digest, names
 from ds_ckpt_store.contract.manifest import (
     MAX_SHARDS,
     Crc,
@@ -33,6 +35,53 @@ LONGEST_HOLD = 86_400  # seconds; who may only hold must not keep a checkpoint f
 RecordState = Literal["committed", "abandoned", "deleted"]
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of an object that have a checksum of their own: where they begin, how many they are."""
+
+    offset: int
+    size: int
+    crc32c: int
+
+    @property
+    def end(self) -> int:
+        """Where the next one begins."""
+        return self.offset + self.size
+
+
+class PartSums(BaseModel):
+    """The checksums of an object's parts, so that a range of it can be verified alone.
+
+    A help for readers, and nothing that a checkpoint rests on: it may be absent, and counts only
+    where it combines to the checksum of the whole.
+
+    Attributes:
+        size: bytes of each part but the last, which may be shorter.
+        crc32c: of each in order, eight hexadecimal digits, without anything between them.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    size: Natural
+    crc32c: str
+
+    def of(self, size: int, crc32c: int) -> list[Piece]:
+        """The pieces of an object; one that is all of it if these sums are not the object's."""
+        count = -(-size // self.size) if self.size else 0
+        if 0 < count == len(self.crc32c) / 8 and re.fullmatch("[0-9a-f]+", self.crc32c):
+            pieces = [
+                Piece(
+                    number * self.size,
+                    min(self.size, size - number * self.size),
+                    digest.from_hex(self.crc32c[8 * number : 8 * number + 8]),
+                )
+                for number in range(count)
+            ]
+            if digest.combine_all((piece.crc32c, piece.size) for piece in pieces) == crc32c:
+                return pieces
+        return [Piece(0, size, crc32c)]
+
+
 class StoredFile(BaseModel):
     """One object of a checkpoint.
 
@@ -40,6 +89,7 @@ class StoredFile(BaseModel):
         path: relative to the folder; for a companion its bare name.
         node: id of the node that uploaded it.
         rank: global rank that wrote it.
+        parts: checksums of its parts, if it was sent in parts by this very start of its sidecar.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
@@ -50,6 +100,15 @@ class StoredFile(BaseModel):
     node: str
     rank: Natural = 0
     sha256: str | None = None
+    parts: PartSums | None = None
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What of it can be verified alone, in order: its parts, or else all of it."""
+        crc32c = digest.from_hex(self.crc32c)
+        if self.parts is None:
+            return [Piece(0, self.size, crc32c)]
+        return self.parts.of(self.size, crc32c)
 
 
 def _beside(files: list[StoredFile]) -> list[StoredFile]:

@@ -17,7 +17,7 @@ from ds_ckpt_store.errors import (
     TransientError,
     UnknownSchemaError,
 )
-from ds_ckpt_store.records import Intent
+from ds_ckpt_store.records import Intent, PartSums, Receipt, Record
 from ds_ckpt_store.stores.file import FileStore
 from tests.store.prefix import NODE, OTHER, THIRD, Prefix
 
@@ -137,6 +137,35 @@ def test_a_record_that_nobody_could_read_is_not_made(
     with pytest.raises(DamagedError, match="300 is the most"):
         prefix.catalog.commit(intent)
     assert prefix.stored_keys(".ds_ckpt/checkpoints/") == []
+
+
+def test_sums_of_parts_are_left_out_where_they_make_a_document_too_large_to_be_read(
+    prefix: Prefix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = PartSums(size=10, crc32c="01234567" * 10)
+
+    def commit() -> tuple[Receipt, Record]:
+        manifest = prefix.manifest("t")
+        intent = prefix.catalog.intend(manifest, 1)
+        prefix.upload(manifest)
+        bare = prefix.receipt(manifest)
+        files = [entry.model_copy(update={"parts": parts}) for entry in bare.files]
+        receipt = bare.model_copy(update={"files": files})
+        prefix.catalog.put_receipt(receipt)
+        record = prefix.catalog.commit(intent).record
+        assert record is not None
+        return receipt, record
+
+    receipt, record = commit()
+    assert [entry.parts for entry in record.files] == [parts]
+    monkeypatch.setattr(catalogs, "MAX_DOCUMENT_BYTES", len(record.to_bytes()) - 1)
+    receipt, record = commit()
+    assert [entry.parts for entry in record.files] == [None]
+    text = f".ds_ckpt/receipts/{receipt.save_id}/{NODE}.json"
+    assert "01234567" in prefix.text(text)
+    monkeypatch.setattr(catalogs, "MAX_DOCUMENT_BYTES", len(receipt.to_bytes()) - 1)
+    prefix.catalog.put_receipt(receipt)
+    assert "01234567" not in prefix.text(text)
 
 
 def test_shards_of_zero_bytes_and_companions_are_part_of_the_record(prefix: Prefix) -> None:

@@ -15,6 +15,7 @@
         restoring/<save_id>/...        restore: shards on their way in
         aside/<save_id or time>/...    resume, restore: what must not be loaded, kept
         trash/<save_id>/...            sidecar: shards renamed before they are compared and unlinked
+        cache/...                      hook: pieces of checkpoints that are read from the store
         restore.lock                   restore: one at a time
         cleaning.lock                  held while names in the trainer's folders are taken away
         journal.db, agent.lock         sidecar
@@ -66,6 +67,7 @@ class Volume:
         self.restoring = f"{self.own}/restoring"
         self.aside = f"{self.own}/aside"
         self.trash = f"{self.own}/trash"
+        self.cache = f"{self.own}/cache"
         self.journal = f"{self.own}/journal.db"
         self.lock = f"{self.own}/agent.lock"
         self.cleaning_lock = f"{self.own}/cleaning.lock"

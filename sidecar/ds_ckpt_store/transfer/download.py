@@ -42,14 +42,15 @@ _PAUSE_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class RemoteShard:
-    """One object to download.
+    """One object to download, or a part of one.
 
     Attributes:
         key: relative to the store's prefix.
         size: bytes, as the record says.
-        crc32c: of the whole, as the record says.
+        crc32c: of these bytes, as the record says.
         path: absolute; the file to write.
         ranges: absolute; the list of finished ranges meanwhile, ``<path>.ranges`` if empty.
+        offset: where in the object the bytes begin, to fetch a part of it alone.
     """
 
     key: str
@@ -57,6 +58,7 @@ class RemoteShard:
     crc32c: int
     path: str
     ranges: str = ""
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -296,7 +298,10 @@ class Downloader:
         for attempt in range(1, RANGE_TRIES + 1):
             try:
                 self._store.read(
-                    shard.key, wanted.offset + received, wanted.length - received, sink
+                    shard.key,
+                    shard.offset + wanted.offset + received,
+                    wanted.length - received,
+                    sink,
                 )
                 break
             except TransientError:

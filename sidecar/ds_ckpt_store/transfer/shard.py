@@ -83,6 +83,8 @@ class Stored:
         version: the store's token for this object.
         proof: how the store showed it.
         resumed_parts: parts that an earlier start had sent.
+        part_size: bytes of each part but the last.
+        part_sums: CRC32C of each part, in order; empty if it was sent whole, or found there.
     """
 
     key: str
@@ -91,6 +93,8 @@ class Stored:
     version: str
     proof: Proof
     resumed_parts: int
+    part_size: int = 0
+    part_sums: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,16 +155,25 @@ class ShardUpload:
 
     def _story(self, finish: Callable[[Stored], None]) -> Story:
         shard = self._shard
-        resumed = 0
+        sent_parts: list[_Sent] = []
         if sent_whole(shard.size, self._store.capabilities, self._part_size):
             known = self._log.stored(shard.key)
             [(info, sent)] = yield [Job(partial(self._job_whole, known))]
             if sent:
                 self._progress(sent)
         else:
-            info, resumed = yield from self._in_parts()
+            info, sent_parts = yield from self._in_parts()
         finish(
-            Stored(shard.key, shard.size, shard.crc32c, info.version, self._store.proof, resumed)
+            Stored(
+                shard.key,
+                shard.size,
+                shard.crc32c,
+                info.version,
+                self._store.proof,
+                resumed_parts=sum(each.resumed for each in sent_parts),
+                part_size=sent_parts[0].part.size if sent_parts else 0,
+                part_sums=tuple(each.part.crc32c for each in sent_parts),
+            )
         )
 
     # ---- a small shard: one job
@@ -200,13 +213,13 @@ class ShardUpload:
 
     # ---- a large one: look, begin or continue, parts, complete, verify
 
-    def _in_parts(self) -> Steps[tuple[ObjectInfo, int]]:
+    def _in_parts(self) -> Steps[tuple[ObjectInfo, list[_Sent]]]:
         lost: StoreError | None = None
         for _ in range(SHARD_TRIES):
             known = self._log.stored(self._shard.key)
             [found] = yield [Job(partial(self._job_find, known))]
             if found is not None:
-                return found, 0
+                return found, []
             try:
                 with self._opened() as fd:
                     upload, plan, logged = yield from self._continue_or_begin()
@@ -228,7 +241,7 @@ class ShardUpload:
             except (NotFoundError, AmbiguousError) as error:
                 lost = error
             else:
-                return info, sum(each.resumed for each in sent)
+                return info, sent
         raise lost or AssertionError("tried at least once")
 
     def _continue_or_begin(self) -> Steps[tuple[Upload, PartPlan, dict[int, Part]]]:

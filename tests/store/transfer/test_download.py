@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ds_ckpt_store.contract.digest import crc32c
 from ds_ckpt_store.errors import AccessError, DamagedError, PausedError, TransientError
 from ds_ckpt_store.stores.faulty import Rule
 from ds_ckpt_store.transfer.download import Damage, RemoteShard
@@ -39,6 +41,17 @@ def test_many_objects_of_mixed_sizes_arrive(scene: Scene) -> None:
     shards = [scene.remote(f"{i}.pt", (i * 7919) % (3 * PART)) for i in range(60)]
     assert {shard.key for shard in scene.fetch(*shards)} == {shard.key for shard in shards}
     assert all(scene.is_restored(shard) for shard in shards)
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, PART), (PART + 3, 2 * PART), (3 * PART, 17)])
+def test_a_part_of_an_object_is_fetched_alone(scene: Scene, offset: int, size: int) -> None:
+    whole = scene.remote("rank0.pt", 3 * PART + 17)
+    data = (scene.folder / whole.key).read_bytes()[offset : offset + size]
+    shard = replace(whole, size=size, crc32c=crc32c(data), offset=offset)
+    scene.fault(Rule("read", "truncate"))
+    assert scene.fetch(shard) == [shard]
+    assert Path(shard.path).read_bytes() == data
+    assert scene.fetched == size
 
 
 def test_a_file_that_is_there_already_is_not_fetched(scene: Scene) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_ckpt_store.contract.digest import crc32c
 from ds_ckpt_store.errors import (
     AccessError,
     AmbiguousError,
@@ -195,6 +196,27 @@ def test_after_a_crash_only_missing_parts_are_sent(tmp_path: Path) -> None:
     assert scene.sent == 4 * PART
     assert scene.holds(shard)
     assert not scene.store.asked("begin")
+
+
+def test_the_sums_of_all_parts_are_told_also_of_those_that_an_earlier_start_sent(
+    tmp_path: Path,
+) -> None:
+    scene = Scene(tmp_path, InlineExecutor())
+    shard, small = scene.shard("rank0.pt", 3 * PART + 5), scene.shard("small.pt", PART)
+    data = (tmp_path / shard.key).read_bytes()
+    scene.fault(Rule("put_part", "call", action=crash_at_part(3), count=None))
+    with pytest.raises(Crash):
+        scene.upload(shard, streams=1)
+    scene.fault()
+    stored, whole = scene.upload(shard, small)
+    assert stored.resumed_parts == 2
+    assert stored.part_size == PART
+    assert stored.part_sums == tuple(
+        crc32c(data[offset : offset + PART]) for offset in range(0, len(data), PART)
+    )
+    assert whole.part_sums == ()
+    [found] = scene.upload(shard)
+    assert found.part_sums == (), "nobody remembers them"
 
 
 def test_after_a_crash_with_the_log_lost_the_object_is_still_right(tmp_path: Path) -> None:
