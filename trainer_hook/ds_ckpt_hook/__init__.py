@@ -12,6 +12,13 @@
     ...
     ds_ckpt_hook.finalize()                        # every rank, at the end
 
+A committed checkpoint can be read where it lies, without a restore::
+
+    url = ds_ckpt_hook.history("s3://bucket/run").newest().url   # one rank asks, and tells the rest
+    with ds_ckpt_hook.open(f"{url}/mp_rank_00_model_states.pt") as file:
+        state = torch.load(file)
+    torch.distributed.checkpoint.load(state, storage_reader=ds_ckpt_hook.dcp.Reader(url))
+
 Importing this package imports neither torch nor deepspeed nor a cloud SDK. Messages go to the
 logger ``ds_ckpt_hook``.
 """
@@ -19,10 +26,12 @@ logger ``ds_ckpt_hook``.
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import io
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_ckpt_hook import (
     checkpoints,
@@ -48,6 +57,9 @@ from ds_ckpt_hook.preemption import Preemption
 from ds_ckpt_hook.settings import CHECKED, Settings, WhenFull, when_full
 from ds_ckpt_store.errors import SettingsError
 
+if TYPE_CHECKING:
+    from ds_ckpt_hook import dcp
+
 __all__ = [
     "AgreementError",
     "Checkpoint",
@@ -69,11 +81,13 @@ __all__ = [
     "agree_on_resume",
     "attach",
     "configure",
+    "dcp",
     "finalize",
     "history",
     "last_committed",
     "on_notice",
     "on_preemption",
+    "open",
     "ready_to_save",
     "status",
     "subcheckpoints",
@@ -387,6 +401,35 @@ def history(url: str, run_id: str | None = None, *, every: bool = False) -> Hist
         StoreError: the store could not be asked.
     """
     return checkpoints.history(url, run_id, every=every)
+
+
+def open(url: str) -> io.BufferedReader:
+    """Open a file of a committed checkpoint, to read and seek in, straight from its store.
+
+    Bytes are fetched as they are read, through the cache that the node's ranks share
+    (``DS_CKPT_CACHE``), and none is handed out that was not compared with the checkpoint's record.
+
+    Args:
+        url: ``<url of an entry of history>/<path>``, that is
+            ``<destination>/<tag>@<save id>/<path>``.
+
+    Raises:
+        NothingCommittedError: there is no such checkpoint, or it is not committed.
+        FileNotFoundError: it has no such file.
+        SettingsError, MissingExtraError: the URL cannot work, or needs a library.
+        StoreError: the store did not answer. Reads raise it, too, and DamagedError where the store
+            holds other bytes than were committed.
+    """
+    from ds_ckpt_hook import opening
+
+    return opening.open_file(url)
+
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch when it is first asked for."""
+    if name == "dcp":
+        return importlib.import_module("ds_ckpt_hook.dcp")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _hook() -> Hook:

@@ -1,7 +1,8 @@
-"""The store, as far as resuming and the history need it; the only place where the hook touches one.
+"""The store, as far as resuming, history and reading need it; only here the hook opens one.
 
-Imported inside ``agree_on_resume``, and only with a destination, and inside ``history``: a trainer
-that only hands over needs neither the store's code nor a cloud SDK.
+Imported inside ``agree_on_resume``, and only with a destination, inside ``history``, and where a
+checkpoint is read from its store: a trainer that only hands over needs neither the store's code nor
+a cloud SDK.
 """
 
 from __future__ import annotations

@@ -80,15 +80,26 @@ def _lacking(session: Session, size: int | None) -> str:
     needed = size if size is not None else int((1 + MORE) * _last_bytes(session))
     if not needed:
         return ""
-    left = volume.fs.space(volume.path).free
-    sidecar = sidecar_of(volume)
-    if sidecar is not None and sidecar.limit_bytes:
-        left = min(left, sidecar.limit_bytes - allocated_below(volume))
+    left = left_on(volume)
+    if left < needed and volume.fs.names(volume.cache):
+        from ds_ckpt_hook.cache import Cache
+
+        Cache(volume.cache, fs=volume.fs).clear()  # it can be fetched again, and a save cannot
+        left = left_on(volume)
     if left >= needed:
         return ""
     return (
         f"{max(left, 0) >> 20} MiB are left on {volume.path}, and a save takes {needed >> 20} MiB"
     )
+
+
+def left_on(volume: Volume) -> int:
+    """Bytes that a volume can still take: before its disk is full, and before the pod's limit."""
+    left = volume.fs.space(volume.path).free
+    sidecar = sidecar_of(volume)
+    if sidecar is not None and sidecar.limit_bytes:
+        left = min(left, sidecar.limit_bytes - allocated_below(volume))
+    return left
 
 
 def _last_bytes(session: Session) -> int:

@@ -63,7 +63,7 @@ def attach(engine: Any, seals: Seals, fs: Filesystem, *, keep_zip_sums: bool) ->
         path = call.arguments.get("path")
         if not isinstance(path, (str, os.PathLike)):
             return original(*args, **kwargs)
-        with _SummedFile(os.fspath(path)) as file, zip_sums(keep=keep_zip_sums):
+        with SummedFile(os.fspath(path)) as file, zip_sums(keep=keep_zip_sums):
             call.arguments["path"] = file
             result = original(*call.args, **call.kwargs)
         if (state := fs.stat(file.path)) is not None and state.size == file.size:
@@ -75,8 +75,10 @@ def attach(engine: Any, seals: Seals, fs: Filesystem, *, keep_zip_sums: bool) ->
     return True
 
 
-class _SummedFile:
+class SummedFile:
     """A new file, or one written anew in place, as ``torch.save`` takes one: write-only, no seeks.
+
+    It tells no descriptor: torch's older format would write to that, past the sum.
 
     Attributes:
         path: of the file.
@@ -90,11 +92,11 @@ class _SummedFile:
         self.crc32c = 0
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by __exit__
 
-    def __enter__(self) -> _SummedFile:
+    def __enter__(self) -> SummedFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        self.close()
 
     def __str__(self) -> str:
         return self.path
@@ -112,6 +114,14 @@ class _SummedFile:
 
     def flush(self) -> None:
         """Nothing is kept back."""
+
+    def close(self) -> None:
+        """The file is written."""
+        self._file.close()
+
+    def tell(self) -> int:
+        """Bytes written."""
+        return self.size
 
 
 @contextlib.contextmanager
