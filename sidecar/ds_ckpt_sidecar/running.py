@@ -145,6 +145,7 @@ class Examiner:
             say = self._log.error if found.severity == "error" else self._log.warning
             say(
                 "doctor.found",
+                severity=found.severity,
                 what=found.what,
                 reason=found.sentence,
                 remedy=found.remedy,
