@@ -51,11 +51,17 @@ OBSERVABILITY := .observability
 GRAFANA := @grafana/schema@13.2.3 typescript@5.9.3
 GRAFANA_STAMP := $(OBSERVABILITY)/.installed-$(subst /,-,$(subst $() ,-,$(GRAFANA)))
 
+# Older ones ask for numactl, and those before 0.14.5 for Intel's extension of torch. It has no
+# decoupled engine.
+OLD_DEEPSPEED := deepspeed==0.16.9
+OLD_TESTS := tests/hook/test_with_deepspeed.py tests/hook/test_preemption.py tests/hook/test_methods.py
+OLD := .old/$(subst ==,-,$(OLD_DEEPSPEED))
+
 BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv servers test simulate mutants soak lint format demo bench bench-venv clean
+.PHONY: help venv servers test test-old simulate mutants soak lint format demo bench bench-venv clean
 .PHONY: docs image image-lock k8s-tools test-k8s observability-tools test-observability dashboard
 .DELETE_ON_ERROR:
 
@@ -98,6 +104,14 @@ $(SERVERS_STAMP):
 test: $(STAMP) $(SERVERS_STAMP) ## the tests; ARGS="-k restore -x" picks some
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
 		--ignore=tests/kubernetes --ignore=tests/observability $(ARGS)
+
+# Beside the torch of .venv and over its DeepSpeed: in a folder that comes first on the path.
+test-old: $(STAMP) ## the hook with an older DeepSpeed; not in CI
+	@test -d $(OLD) || { echo "installing into $(OLD)"; \
+		DS_BUILD_OPS=0 $(PIP) --no-build-isolation --no-deps --target $(OLD).new "$(OLD_DEEPSPEED)" \
+		&& mv $(OLD).new $(OLD); }
+	OLD_DEEPSPEED=$(abspath $(OLD)) PYTHONPATH=$(abspath $(OLD)) DS_ACCELERATOR=cpu \
+		TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 $(BIN)/python -m pytest -k "not decoupled" $(OLD_TESTS) $(ARGS)
 
 test-k8s: $(STAMP) $(SERVERS_STAMP) k8s-tools ## the tests of image, chart and pods; as root
 	@$(PYTHON) -m tests.kubernetes.tools.install images

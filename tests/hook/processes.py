@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-PYTHONPATH = os.pathsep.join(str(ROOT / each) for each in ("", "sidecar", "trainer_hook"))
+OLD = os.environ.get("OLD_DEEPSPEED", "")  # of `make test-old`: comes before what is installed
+_OURS = [str(ROOT / each) for each in ("", "sidecar", "trainer_hook")]
+PYTHONPATH = os.pathsep.join([OLD, *_OURS] if OLD else _OURS)
 
 
 def run_ranks(
