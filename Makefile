@@ -51,6 +51,8 @@ OBSERVABILITY := .observability
 GRAFANA := @grafana/schema@13.2.3 typescript@5.9.3
 GRAFANA_STAMP := $(OBSERVABILITY)/.installed-$(subst /,-,$(subst $() ,-,$(GRAFANA)))
 
+FRAMEWORK_TESTS := tests/hook/integrations tests/hook/reading
+
 # Older ones ask for numactl, and those before 0.14.5 for Intel's extension of torch. It has no
 # decoupled engine.
 OLD_DEEPSPEED := deepspeed==0.16.9
@@ -61,7 +63,7 @@ BENCH := .bench
 BENCH_STAMP := $(BENCH)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv servers test test-old simulate mutants soak lint format demo bench bench-venv clean
+.PHONY: help venv servers test test-frameworks test-old simulate mutants soak lint format demo bench bench-venv clean
 .PHONY: docs image image-lock k8s-tools test-k8s observability-tools test-observability dashboard
 .DELETE_ON_ERROR:
 
@@ -103,7 +105,11 @@ $(SERVERS_STAMP):
 
 test: $(STAMP) $(SERVERS_STAMP) ## the tests; ARGS="-k restore -x" picks some
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder \
-		--ignore=tests/kubernetes --ignore=tests/observability $(ARGS)
+		--ignore=tests/kubernetes --ignore=tests/observability \
+		$(addprefix --ignore=,$(FRAMEWORK_TESTS)) $(ARGS)
+
+test-frameworks: $(STAMP) $(SERVERS_STAMP) ## the hook in Transformers, Accelerate, Lightning and torch's DCP
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(FRAMEWORK_TESTS) $(ARGS)
 
 # Beside the torch of .venv and over its DeepSpeed: in a folder that comes first on the path.
 test-old: $(STAMP) ## the hook with an older DeepSpeed; not in CI
