@@ -35,10 +35,14 @@ class ServerError(CkptError):
 
 
 def free_ports(count: int, rng: random.Random, *, offset: int = 0) -> list[int]:
-    """Ports of loopback that nobody listens on now, and neither on port + ``offset``."""
+    """Ports of loopback that nobody listens on now, and neither on port + ``offset``.
+
+    They and the others (:data:`GRPC_OFFSET`) lie below those that Linux gives to connections going
+    out, which would take some before somebody listens there.
+    """
     found: list[int] = []
     while len(found) < count:
-        port = rng.randrange(20_000, 50_000)
+        port = rng.randrange(11_000, 22_000)
         if port not in found and _is_free(port) and _is_free(port + offset):
             found.append(port)
     return found
