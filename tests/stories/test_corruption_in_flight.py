@@ -19,7 +19,6 @@ from tests.stories.places import MIB, Place, Stage
 
 PART = 5 * MIB
 SMALL = 300_000
-SEAL = len(',"checksum":"01234567"}')  # at the end of each document
 LARGE = 2 * PART + 777
 PROOFS = [
     "seaweed",  # stored-checksum
@@ -148,7 +147,6 @@ def test_whatever_is_changed_in_a_record_on_its_way_back_restores_nothing_wrong(
     stage: Stage, trainer: Trainer, tmp_path: Path
 ) -> None:
     """Every part of the record in turn: names, sizes, checksums, tag, state."""
-    refused = 0
     files = {"a.pt": b"1" * 100, "b.pt": b"2" * 200}
     trainer.save("t", files)
     assert stage.once(trainer.volume.path) == 0
@@ -163,13 +161,7 @@ def test_whatever_is_changed_in_a_record_on_its_way_back_restores_nothing_wrong(
             )
         )
         target = tmp_path / f"new{number}"
-        try:
-            restored = stage.restored(target)
-        except CkptError:
-            refused += 1
-            assert not target.exists() or contents(target) == {}
-        else:  # a checksum under another name is none, and nothing else was changed
-            assert after >= size - SEAL
-            assert restored == files
+        with pytest.raises(CkptError):
+            stage.restored(target)
         assert proxy.hits(fault) >= 1
-    assert refused > 10
+        assert not target.exists() or contents(target) == {}

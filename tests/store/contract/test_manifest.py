@@ -16,6 +16,7 @@ from ds_ckpt_store.contract.manifest import (
     NodeManifest,
     Restored,
     SaveStatus,
+    SidecarStatus,
     TrainerStatus,
     parse,
 )
@@ -222,3 +223,17 @@ def test_what_was_restored_by_a_version_that_did_not_say_how_fast_is_read() -> N
     assert (read.bytes, read.seconds) == (None, None)
     told = {**old, "bytes": 7, "seconds": 0.5}
     assert parse(Restored, json.dumps(told).encode()).bytes == 7
+
+
+def test_a_bit_that_flips_anywhere_in_a_document_is_refused() -> None:
+    data = SidecarStatus(time=1.0, pid=7, version="1", state="running").to_bytes()
+    assert parse(SidecarStatus, data).pid == 7
+    for at in range(len(data)):
+        flipped = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+        with pytest.raises(ManifestError):
+            parse(SidecarStatus, flipped)
+
+
+def test_a_document_of_a_person_may_end_with_a_name_and_a_text_as_long_as_a_checksum() -> None:
+    text = b'{"schema":1,"time":1.0,"pid":7,"version":"1","state":"running","whatever":"0123abcd"}'
+    assert parse(SidecarStatus, text).pid == 7
